@@ -124,6 +124,7 @@ class Setup:
       max_length: tokens of context, question and answer of a row of data, at most; those that the model was made for if
         not given.
       max_new_tokens: tokens of an answer, at most, of rows of data that do not say.
+      answer: tokens of an answer, at most, where a task or a row allows more.
       truncate: what is left out of contexts of data that are too long: "left" their beginning, "middle" what is
         between their first and last half. With "none" such rows are bad rows.
       chat: ask rows of data within the tokenizer's chat template.
@@ -154,6 +155,7 @@ class Setup:
     length: int = 1024
     max_length: int | None = None
     max_new_tokens: int = 64
+    answer: int | None = None
     truncate: Literal["none", "left", "middle"] = "none"
     chat: bool = False
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
@@ -175,7 +177,7 @@ class Setup:
         check_whole(1, num_beams=self.num_beams, **sizes)
         check_whole(0, seed=self.seed)
         check_distinct("seed", self.seeds)
-        optional = {"examples": self.examples, "max_length": self.max_length, "block": self.block}
+        optional = {name: getattr(self, name) for name in ("examples", "max_length", "answer", "block")}
         check_whole(1, **{name: value for name, value in optional.items() if value is not None})
         if self.tasks is not None and not (self.data and not self.tasks):
             check_distinct("tasks", self.tasks)
@@ -214,12 +216,14 @@ class Experiment:
         plots place those by the live tokens that were measured.
       setup: everything else.
       options: those of the config that are not the defaults of the method in `kvjax.methods`, such as "window=16".
+      beside: other methods, at budgets of their own, that run on the same prompts.
     """
 
     name: str
     policies: tuple[tuple[Budget | str, Policy], ...]
     setup: Setup = Setup()
     options: str = ""
+    beside: tuple["Experiment", ...] = ()
 
     def __post_init__(self):
         check_fields(self)

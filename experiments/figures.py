@@ -3,12 +3,10 @@
     python experiments/figures.py attention_entropy
     python experiments/figures.py all
     python experiments/figures.py head_concentration --model Qwen/Qwen3-0.6B --text book.txt --length 2048
-    python experiments/figures.py frontier
     python experiments/figures.py --help
 
 Writes the picture (`NAME.png`), its arrays (`NAME.npz`) and where they come from (`NAME.json`) to `results/figures/`.
-Each figure is a function in `experiments.papers` that returns the arrays, and one that plots them. `frontier`, every
-method at equal bytes, is a series of runs with options and results of its own (`experiments/frontier.py`).
+Each figure is a function in `experiments.papers` that returns the arrays, and one that plots them.
 """
 
 import importlib
@@ -33,7 +31,6 @@ from tqdm import tqdm
 
 from kvjax import models
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments import frontier
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.locks import alone_in
@@ -77,7 +74,7 @@ class Options:
 
     def __post_init__(self):
         if self.name not in (*FIGURES, ALL):
-            raise ValueError(f"there is no figure {self.name!r}; there are {', '.join(FIGURES)}, {ALL} and frontier")
+            raise ValueError(f"there is no figure {self.name!r}; there are {', '.join(FIGURES)} and {ALL}")
         given = {n: v for n in ("prompts", "length") if (v := getattr(self, n)) is not None}
         check_whole(1, **given)
         check_whole(0, seed=self.seed)
@@ -186,9 +183,6 @@ def run(options: Options, command: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    if argv[:1] == ["frontier"]:
-        frontier.main(argv[1:])
-        return
     with plain_errors():
         argv = read_cache_option(argv)
         options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())
@@ -196,7 +190,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _description() -> str:
-    return f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{_NAMES}\n  {'frontier':20s} {frontier.TITLE}"
+    return f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{_NAMES}"
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ if sys.argv[:1] == ["-m"]:  # `python -m kvjax.experiments.run` takes signals ov
 
 from kvjax import methods
 from kvjax.budgets import Adaptive, Pyramid, Share
-from kvjax.compose import chain, from_fn, partition, partition_heads, shared_layers, when
+from kvjax.compose import chain, from_fn, partition, partition_heads, protect, shared_layers, when
 from kvjax.compose.across import across_layers
 from kvjax.contract import Policy
 from kvjax.drivers import sampling
@@ -90,6 +90,7 @@ __all__ = [
     "plot",
     "prefill",
     "prefill_each",
+    "protect",
     "read",
     "sampling",
     "save_state",

@@ -15,7 +15,7 @@ from kvjax.contract import Layout, Rewrite
 from kvjax.decide.select import Chunks
 from kvjax.methods import variants
 from kvjax.storage import Pool
-from tests import tensors
+from tests import table, tensors
 from tests.tensors import live_positions
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -88,8 +88,20 @@ def test_a_layer_of_one_label_is_under_its_policy():
     policy = kvjax.partition_heads({True: full, False: tova}, np.array([[False, False], [True, False]]))
     assert policy.at(0, 2) == tova
     assert policy == kvjax.partition_heads({True: full, False: tova}, [[False, False], [True, False]])
-    change = lambda policy: kvjax.when(Schedule(every=4), policy)
-    assert change(by_head(H2O, tova)) == by_head(change(H2O), change(tova))
+    for change in (lambda p: kvjax.when(Schedule(every=4), p), lambda p: kvjax.protect(p, sinks=1, recent=2)):
+        assert change(by_head(H2O, tova)) == by_head(change(H2O), change(tova))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "knorm", "chunkkv", "roco", "ada_snapkv", "across_layers_entropy"])
+def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
+    """Whatever the method protects; the other tokens of the budget go by its score, as they do with its own."""
+    (model, params), case = tiny, table.Case(name)
+    policy = kvjax.protect(case.make(case.budget, width=model.config.embed_dim), sinks=2, recent=3)
+    _, state = kvjax.prefill(model, params, [[*range(T)]], policy=policy, max_new_tokens=1)
+    for layer in state.layers:
+        held = np.asarray(layer.head_pos)
+        for position in (0, 1, T - 3, T - 2, T - 1):
+            assert (held == position).any(-1).all(), position
 
 
 @pytest.mark.parametrize(
@@ -115,6 +127,7 @@ def test_a_layer_of_one_label_is_under_its_policy():
             "one decision is made for all layers, but a partition gives layers policies of their own",
         ),
         (lambda: kvjax.chain(methods.streaming_llm(8), H2O), 'use positions="rank" in a chain'),
+        (lambda: kvjax.protect(methods.fastgen((1,), (2,)), sinks=1, recent=1), "keeps no tokens by position alone"),
         (lambda: kvjax.when(STEP, methods.quest(64)), "has no schedule"),
         (lambda: kvjax.when(STEP, methods.fastgen((1,), (2,))), "has no schedule"),
         (lambda: kvjax.when(STEP, variants.h2o_stepwise_mask(8)), "has no schedule"),

@@ -150,9 +150,9 @@ def test_a_program_is_for_prompts_whose_padding_is_worth_one():
     many = [asked(400, 8)] * 110 + [asked(1000, 8)]
     assert [(s.width, len(s.prompts)) for s in shapes(many)] == [(1024, 1), (448, 110)]
     of_tasks = [asked(400, 8, "a"), asked(400, 70, "b"), asked(400, 100, "b")]
-    assert [(s.width, s.planned) for s in shapes(of_tasks)] == [(448, 112), (448, 64)]
-    assert [(s.width, s.planned) for s in shapes(of_tasks[:2])] == [(448, 80), (448, 64)]
-    assert [(s.width, s.planned) for s in shapes([asked(400, 8)], most=450)] == [(400, 50)]
+    assert [(s.width, s.planned) for s in shapes(of_tasks)] == [(448, 112), (448, 16)]
+    assert [(s.width, s.planned) for s in shapes(of_tasks[:2])] == [(448, 80), (448, 16)]
+    assert [(s.width, s.planned) for s in shapes([asked(400, 49)], most=450)] == [(400, 50)]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_help_lists_the_figures(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_such_figure"], f"there is no figure 'no_such_figure'; there are {', '.join(FIGURES)}, all and frontier"),
+        (["no_such_figure"], f"there is no figure 'no_such_figure'; there are {', '.join(FIGURES)} and all"),
         (["loss_bound", "--prompts", "0"], "prompts=0 must be at least 1"),
         (["loss_bound", "--length", "99999999999"], "must be at most 2147483647"),
         (["loss_bound", "--layers", "1"], "loss_bound has no layers; those that have are head_concentration"),

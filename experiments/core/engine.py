@@ -37,8 +37,6 @@ from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.storage.mesh import DATA, sharding
 
-LEAST: Final = 64
-"""Tokens that are planned after a prompt at least."""
 WORTH: Final = 2**16
 """Tokens of padding that a program of its own must spare: compiling takes as long as reading about so many."""
 HELD: Final = 2**31
@@ -125,7 +123,7 @@ def shapes(prompts: Iterable[Prompt], most: int | None = None) -> list[Shape]:
     groups: dict[tuple[int, int], dict[int, list[Prompt]]] = {}
     for own in by_task.values():
         steps, longest = max(p.steps for p in own), max(len(p.tokens) for p in own)
-        planned = bucket(max(steps, LEAST))
+        planned = bucket(steps)
         planned = planned if most is None else max(steps, min(planned, most - longest))
         for p in own:
             width = bucket(len(p.tokens)) if most is None else min(bucket(len(p.tokens)), most - planned)

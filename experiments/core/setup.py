@@ -127,7 +127,7 @@ def build(
         task, index = of_seed[n], n * count(builder, setup) + i
         limit = room if isinstance(builder, Sized) else most
         try:
-            example = _searched(_built(name, builder, task, i), setup.num_beams)
+            example = _searched(_built(name, builder, task, i, setup.answer), setup.num_beams)
             if n:
                 example = dataclasses.replace(example, index=index, meta=(*example.meta, ("seed", task.seed)))
             rows += _fitting(example, setup, limit, task.seed)
@@ -140,13 +140,15 @@ def build(
     return rows, bad
 
 
-def _built(name: str, builder: Builder, task: Task, index: int) -> Example:
+def _built(name: str, builder: Builder, task: Task, index: int, most: int | None) -> Example:
+    """An example whose answers have so many tokens at most."""
     found = builder(task, index)
     if not isinstance(found, Example) or not found.context or not found.questions:
         raise ValueError(
             f"task {name} made {found!r:.80} of index {index}, not an Example with a context and questions"
         )
-    return dataclasses.replace(found, task=name, index=index)
+    cut = lambda q: q if most is None else dataclasses.replace(q, max_new_tokens=min(q.max_new_tokens, most))
+    return dataclasses.replace(found, task=name, index=index, questions=(*map(cut, found.questions),))
 
 
 def _searched(example: Example, num_beams: int) -> Example:
@@ -247,8 +249,8 @@ def options_of(experiment: Experiment) -> dict[str, str]:
 
 
 def _baselines(experiment: Experiment) -> list[Experiment]:
-    """The experiments of the baselines that are another method, at their budget where they have any."""
-    found = []
+    """The experiments beside, and those of baselines that are another method, at their budget where they have any."""
+    found = [*experiment.beside]
     for name, get_config in map(configs.find, experiment.setup.baselines or ()):
         if name not in (experiment.name, "full"):
             given = {"budget": (experiment.baseline_budget,), "setup": experiment.setup}

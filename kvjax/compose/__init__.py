@@ -9,5 +9,6 @@ from kvjax.compose.policies import chain as chain
 from kvjax.compose.policies import from_fn as from_fn
 from kvjax.compose.policies import partition as partition
 from kvjax.compose.policies import partition_heads as partition_heads
+from kvjax.compose.policies import protect as protect
 from kvjax.compose.policies import shared_layers as shared_layers
 from kvjax.compose.policies import when as when

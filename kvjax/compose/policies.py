@@ -302,7 +302,7 @@ class SharedLayers(Policy):
                 "one decision is made for all layers, but a partition gives layers policies of their own; give one "
                 "policy for all of them"
             )
-        if wrong := [x for x in _schedules(self.policy) if x.before]:
+        if wrong := [p.when for p in _having(self.policy, "when") if p.when.before]:
             raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
         if own := sorted({*self.policy.writes} - {"log_weight"}):
             raise ValueError(
@@ -424,20 +424,35 @@ def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) ->
     Raises:
       ValueError: no policy inside has a schedule.
     """
-
-    def changed(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(changed, x))
-        if not isinstance(x, Policy):
-            return x
-        each = {f.name: changed(getattr(x, f.name)) for f in dataclasses.fields(x)}
-        if "when" in each:
-            each["when"] = schedule(each["when"]) if callable(schedule) else schedule
-        return dataclasses.replace(x, **each)
-
-    if not _schedules(policy):
+    if not _having(policy, "when"):
         raise ValueError(f"{type(policy).__name__} has no schedule")
-    return changed(policy)
+    new = schedule if callable(schedule) else lambda _: schedule
+    return _everywhere(policy, "when", lambda fields: {"when": new(fields["when"])})
+
+
+def protect(policy: Policy, *, sinks: Count, recent: Count) -> Policy:
+    """The same policy with other tokens that always stay, so that methods can be compared with equal ones.
+
+    Args:
+      policy: a policy that keeps some, or is made of some that do.
+      sinks, recent: how many first and last tokens stay in every such policy, which count against its budget.
+
+    Raises:
+      ValueError: no policy inside keeps tokens by position.
+    """
+    if not _having(policy, "sinks"):
+        raise ValueError(f"{type(policy).__name__} keeps no tokens by position alone, so that none can be others")
+    return _everywhere(policy, "sinks", lambda _: {"sinks": sinks, "recent": recent})
+
+
+def _everywhere(x: Any, field: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A policy in which every one that has a field gets others, made from all of its fields."""
+    if isinstance(x, tuple):
+        return tuple(_everywhere(y, field, change) for y in x)
+    if not isinstance(x, Policy):
+        return x
+    each = {f.name: _everywhere(getattr(x, f.name), field, change) for f in dataclasses.fields(x)}
+    return dataclasses.replace(x, **(each | change(each) if field in each else each))
 
 
 def _inside(x: Any) -> list[Policy]:
@@ -449,8 +464,8 @@ def _inside(x: Any) -> list[Policy]:
     return [x, *(p for f in dataclasses.fields(x) for p in _inside(getattr(x, f.name)))]
 
 
-def _schedules(x: Any) -> list[Schedule]:
-    return [p.when for p in _inside(x) if hasattr(p, "when")]
+def _having(policy: Policy, field: str) -> list[Any]:
+    return [p for p in _inside(policy) if hasattr(p, field)]
 
 
 def shared_layers(policy: Policy) -> Policy:

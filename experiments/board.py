@@ -1,0 +1,439 @@
+"""The board: every method at equal bytes on one model, what it loses, and which of two is better.
+
+    python experiments/board.py --model smollm2-135m-instruct
+    python experiments/board.py --model varied --methods snapkv h2o --bytes 0.25 --examples 8
+    python experiments/board.py --protect 4 16
+
+A method's budget is the largest whose keys and values, with room for the longest answer of the part, take no more than
+a share of the full cache's bytes. A prompt is read once for all methods and budgets. Each part is a run of the main job
+in `results/board/MODEL/runs/`, so that an interrupted board goes on. Written beside them: `board.md`, a heat map, the
+scores with intervals, and `scores.csv.gz`, a row a policy and example, from which all numbers of the page are.
+"""
+
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import bisect
+import dataclasses
+import gzip
+import inspect
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+import kvjax
+from kvjax import Policy, configs, models
+from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
+from kvjax.experiments import run as job
+from kvjax.experiments.core import markdown, stats
+from kvjax.experiments.core.command import check_output, plain_errors, write_figure
+from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.engine import Shape, shapes
+from kvjax.experiments.core.setup import build, find_builders
+from kvjax.experiments.papers.base import canvas, message, style
+from kvjax.experiments.tasks.base import Protocol
+from kvjax.models.embedded import INCLUDED
+from kvjax.models.written import write_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What is asked of every method.
+
+    Attributes:
+      title: what it is called on the page.
+      own: tasks of the models that come with the project, in their language.
+      others: tasks of all other models.
+      protocol: when a question is read.
+      answer: tokens of an answer, at most, where a task allows more.
+    """
+
+    title: str
+    own: tuple[str, ...]
+    others: tuple[str, ...]
+    protocol: Protocol = "in_prompt"
+    answer: int = 16
+
+
+_ONE = ("single_needle", "several_needles", "key_value"), ("niah_single_2", "niah_multikey_1")
+PARTS: Final = {
+    "in_prompt": Part("one value, asked in the prompt", *_ONE),
+    "after_compression": Part("one value, asked after compression", *_ONE, "after_compression"),
+    "several_values": Part("several values, asked in the prompt", ("multi_query",), ("niah_multivalue",), answer=48),
+    "perplexity": Part("the next 64 tokens", ("perplexity",), ("perplexity",)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """What to run.
+
+    Attributes:
+      model: "embedded" or "varied" for a model that comes with the project, or a checkpoint.
+      methods: configs; if not given, all that can be made for the model.
+      bytes: shares of the full cache's bytes.
+      parts: what is asked.
+      protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
+      examples: of each task.
+      length: tokens of a prompt.
+      text: a file of text in which facts are hidden and whose likelihood is asked for, in place of the project's.
+      batch_size: prompts that run together.
+      dtype: of parameters, activations and the KV cache.
+      seed: of examples and draws.
+      output: where runs and results go; results/board/MODEL if not given.
+    """
+
+    model: str = "embedded"
+    methods: tuple[str, ...] = ()
+    bytes: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625)
+    parts: tuple[str, ...] = tuple(PARTS)
+    protect: tuple[int, int] | None = None
+    examples: int = 32
+    length: int = 1024
+    text: str | None = None
+    batch_size: int = 16
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    seed: int = 0
+    output: pathlib.Path | None = None
+
+    def __post_init__(self):
+        check_whole(1, examples=self.examples, length=self.length)
+        for name, given, known in (("methods", self.methods, configs.available()), ("parts", self.parts, PARTS)):
+            if given or name == "parts":
+                check_distinct(name, given)
+            if unknown := [x for x in given if x not in known]:
+                raise ValueError(f"there is no {unknown[0]!r} among {name}; there are {', '.join(known)}")
+        if not self.bytes or not all(0 < share < 1 for share in self.bytes):
+            raise ValueError(f"bytes {self.bytes} must be shares of the full cache between 0 and 1")
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """Where everything goes."""
+        kind = "" if self.protect is None else "-protect-{}-{}".format(*self.protect)
+        name = pathlib.PurePath(self.model).name + kind
+        return pathlib.Path("results/board") / name if self.output is None else self.output
+
+    def setup(self, part: Part) -> Setup:
+        """Of the run of one part."""
+        return Setup(
+            model=self.model,
+            tasks=part.own if self.model in INCLUDED else part.others,
+            text=self.text,
+            examples=self.examples,
+            length=self.length,
+            answer=part.answer,
+            protocol=part.protocol,
+            baselines=(),
+            batch_size=self.batch_size,
+            seed=self.seed,
+            dtype=self.dtype,
+        )
+
+
+# --- which policies ---
+
+
+def share_of_bytes(config: Any, policy: Policy, run: Shape) -> float:
+    """Keys and values that a policy's cache takes in a run, as a share of the full cache's."""
+    slots = lambda p: kvjax.make_plan(config, p, np.array(run.lengths), run.width, run.planned).num_slots
+    return slots(policy) / slots(kvjax.Policy())
+
+
+def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Shape) -> int | None:
+    """The largest budget in tokens whose cache takes no more than a share of the bytes.
+
+    None where the smallest that the method can work with takes more.
+    """
+
+    def taken(budget: int) -> float | None:
+        try:
+            return share_of_bytes(config, make(budget), run)
+        except ValueError:  # too small for what the method protects
+            return None
+
+    budget = bisect.bisect_right(range(1, run.width + 1), share, key=lambda b: taken(b) or 0.0)
+    return budget if budget and taken(budget) is not None else None
+
+
+def experiment_of(board: Board, part: Part) -> Experiment:
+    """All methods of a part, their policies labelled by the share of bytes that was asked for."""
+    setup = board.setup(part)
+    config, tokenizer = models.load(setup.source, dtype=setup.dtype)[0].config, models.load_tokenizer(setup.source)
+    prompts, _ = build(setup, find_builders(setup), tokenizer, config)
+    largest = shapes(prompts, config.max_position if config.learned_positions else None)[0]
+    first, last = board.protect or (0, 0)
+    guard = lambda p: p if board.protect is None else kvjax.protect(p, sinks=first, recent=last)
+    beside = []
+    for name in board.methods or configs.available():
+        get_config = configs.find(name)[1]
+        try:
+            made = get_config(setup=setup)
+            policies = tuple((label, guard(policy)) for label, policy in made.policies)
+            if "budget" in inspect.signature(get_config).parameters:
+                make = lambda budget, get=get_config: guard(get(budget=(budget,), setup=setup).policies[0][1])
+                each = [(share, budget_for(make, config, share, largest)) for share in board.bytes]
+                policies = tuple((f"bytes-{share:g}", make(budget)) for share, budget in each if budget is not None)
+        except ValueError as e:  # what has to be found of the model before, or no token that could be protected
+            if board.methods:
+                raise
+            print(f"without {name}: {e}")
+            continue
+        if policies and name != "full":
+            beside.append(Experiment(name, policies, setup, made.options))
+    return Experiment("full", ((1.0, kvjax.methods.full()),), setup, beside=tuple(beside))
+
+
+# --- what was found ---
+
+Number = Mapping[Any, Any]
+"""A row of `core.table.numbers`: the mean over all tasks, its interval, and what the cache takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A part that was run.
+
+    Attributes:
+      part: what was asked.
+      numbers: of every policy; perplexities, where tasks have them, else scores.
+      scores: of every policy the examples', in an order that all share; for perplexities the log-likelihoods.
+      contexts: the context of each example; None where no two share theirs.
+      tasks: the task of each example.
+    """
+
+    part: Part
+    numbers: Sequence[Number]
+    scores: Mapping[tuple[str, str], list[float]]
+    contexts: list[Any] | None
+    tasks: list[str]
+
+    def compared(self, a: Number, b: Number) -> stats.Comparison:
+        """Whether one policy is better than another on the same examples."""
+        x, y = (self.scores[n["method"], n["budget"]] for n in (a, b))
+        if a["kind"] == "nll":
+            return stats.compare_perplexity(x, y, self.contexts)
+        return stats.compare(x, y, self.contexts, tasks=self.tasks)
+
+    def at(self, share: float) -> list[Number]:
+        """Policies at a share of bytes, the best first; methods without a budget stand where they fit."""
+        asked = [n for n in self.numbers if n["budget"] == f"bytes-{share:g}"]
+        fits = lambda n: not _asked(n) and n["method"] != "full" and n["kv_of_full"] <= share
+        return sorted([*asked, *filter(fits, self.numbers)], key=lambda n: -_quality(n))
+
+
+def _asked(number: Number) -> bool:
+    """Whether its budget was chosen by bytes."""
+    return number["budget"].startswith("bytes-")
+
+
+def _quality(n: Number) -> float:
+    return n["value"] if n["kind"] == "score" else -n["value"]
+
+
+def _name(number: Number) -> str:
+    """As tables have it."""
+    plain = _asked(number) or number["method"] == "full"
+    return number["method"] if plain else f"{number['method']} {number['budget']}"
+
+
+def read(part: Part, directory: pathlib.Path) -> tuple[Found, Any]:
+    """What a finished run has found, and its rows as pandas' DataFrame."""
+    from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
+
+    lines = sources.read([directory]).lines
+    every, rows = table.records(table.numbers(lines)), table.examples(lines).sort_values(["task", "index"])
+    averages = [n for n in every if n["task"] == table.AVERAGE]
+    each = rows.groupby(["method", "budget"], sort=False)
+    first = next(own for _, own in each)
+    scores = {(str(method), str(budget)): own["value"].tolist() for (method, budget), own in each}
+    contexts = [*zip(first["task"], first["context"], strict=True)]
+    about = contexts if len({*contexts}) < len(contexts) else None, first["task"].tolist()
+    columns = ["method", "budget", "task", "index", "context", "value", "kv_bytes", "kv_bytes_needed", "live"]
+    return Found(part, averages or every, scores, *about), rows[columns]
+
+
+def wins(found: Found, share: float) -> tuple[list[tuple[int, int]], list[stats.Comparison | None]]:
+    """Of every policy at a share of bytes, best first: how many others it beats and loses to; and beside the best.
+
+    p-values are adjusted for all pairs of the share (Holm).
+    """
+    here = found.at(share)
+    pairs = [(i, j) for i in range(len(here)) for j in range(i + 1, len(here))]
+    each = stats.adjusted([found.compared(here[j], here[i]) for i, j in pairs])
+    count = np.zeros((len(here), 2), int)
+    for (i, j), c in zip(pairs, each, strict=True):
+        if c.verdict != "undecided":
+            better, worse = (j, i) if c.verdict == "better" else (i, j)
+            count[better, 0] += 1
+            count[worse, 1] += 1
+    of_best = {j: c for (i, j), c in zip(pairs, each, strict=True) if i == 0}
+    return [(int(a), int(b)) for a, b in count], [of_best.get(i) for i in range(len(here))]
+
+
+def _value(n: Number) -> str:
+    shown = [100 * n[k] if n["kind"] == "score" else n[k] for k in ("value", "low", "high")]
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*shown)
+
+
+def table(found: Found, share: float) -> list[str]:
+    """Markdown of all methods at a share of bytes."""
+    here = found.at(share)
+    if not here:
+        return [f"No method runs at {share:.4g} of the bytes."]
+    counts, beside = wins(found, share)
+    rows = []
+    for n, (won, lost), c in zip(here, counts, beside, strict=True):
+        verdict = "the best" if c is None else f"p = {c.p:.2g}, {c.verdict}"
+        rows.append((*_cells(n), str(won), str(lost), verdict))
+    return markdown.table((*_CELLS, "better than", "worse than", f"beside {_name(here[0])}"), rows)
+
+
+_CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of prompt"
+
+
+def _cells(n: Number) -> tuple[str, ...]:
+    needed = n["kv_of_full"] * n["kv_bytes_needed"] / n["kv_bytes"]
+    return _name(n), _value(n), f"{n['kv_of_full']:.1%}", f"{needed:.1%}", f"{n['live']:.1%}"
+
+
+def beyond(found: Found, shares: Sequence[float]) -> list[Number]:
+    """The full cache, and what has no budget and takes more than the largest share; by bytes."""
+    more = [n for n in found.numbers if not _asked(n) and n["kv_of_full"] > max(shares)]
+    return sorted(more, key=lambda n: n["kv_of_full"])
+
+
+# --- pictures ---
+
+
+def _order(parts: Mapping[str, Found], shares: Sequence[float]) -> list[str]:
+    """Methods, the best last: by their mean rank over all parts and shares in which they run."""
+    ranks: dict[str, list[float]] = {}
+    for found in parts.values():
+        for share in shares:
+            here = found.at(share)
+            for i, n in enumerate(here):
+                ranks.setdefault(_name(n), []).append(i / max(len(here) - 1, 1))
+    return sorted(ranks, key=lambda name: -float(np.mean(ranks[name])))
+
+
+def heat(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
+    """Every method at every share of bytes, a panel a part: what is kept of the full cache's score, or perplexity."""
+    names = _order(parts, shares)
+    figure, (grid,) = canvas(len(parts), width=4.6, height=max(3.0, 0.21 * len(names) + 1.2), sharey=True)
+    for axes, found in zip(grid, parts.values(), strict=True):
+        (full,) = (n["value"] for n in found.numbers if n["method"] == "full")
+        score = found.numbers[0]["kind"] == "score"
+        shown = np.full((len(names), len(shares)), np.nan)
+        for j, share in enumerate(shares):
+            for n in found.at(share):
+                shown[names.index(_name(n)), j] = 100 * (n["value"] / full if score else full / n["value"])
+        axes.imshow(shown, aspect="auto", cmap="cividis", vmin=0, vmax=100, origin="lower")
+        for (i, j), x in np.ndenumerate(shown):
+            if np.isfinite(x):
+                axes.text(j, i, f"{x:.0f}", ha="center", va="center", fontsize=6, color="black" if x > 55 else "white")
+        axes.grid(visible=False)
+        axes.set_xticks(range(len(shares)), [f"{100 * share:.4g} %" for share in shares])
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        axes.set_xlabel("of the full cache's bytes")
+        axes.set_title(f"{found.part.title}\n(full cache: {100 * full:.1f} %)" if score else
+                       f"{found.part.title}\n(full cache: {full:.2f})", fontsize="medium")  # fmt: skip
+    return message(figure, "What is left of the full cache's score", "percent; of perplexities full over method")
+
+
+def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
+    """Every method's score with its interval, a panel a part, a mark a share; what the best beats is hollow."""
+    names = _order(parts, shares)
+    figure, (grid,) = canvas(len(parts), width=4.6, height=max(3.0, 0.3 * len(names) + 1.2), sharey=True)
+    for axes, found in zip(grid, parts.values(), strict=True):
+        score = found.numbers[0]["kind"] == "score"
+        scale = 100 if score else 1
+        for i, share in enumerate(shares):
+            aside = 0.3 * (1 - 2 * i / max(len(shares) - 1, 1)) if len(shares) > 1 else 0.0
+            for k, (n, c) in enumerate(zip(found.at(share), wins(found, share)[1], strict=True)):
+                ends = [[scale * (n["value"] - n["low"])], [scale * (n["high"] - n["value"])]]
+                hollow = c is not None and c.verdict == "worse"
+                look = {**style(i), "linestyle": "none", "markersize": 3, "elinewidth": 0.7}
+                look["markerfacecolor"] = "white" if hollow else look["color"]
+                at, label = names.index(_name(n)) + aside, f"{100 * share:.4g} % of the bytes" if k == 0 else None
+                axes.errorbar([scale * n["value"]], [at], xerr=ends, label=label, **look)
+        axes.set(xlabel="score, %" if score else "perplexity", title=found.part.title, ylim=(-0.7, len(names) - 0.3))
+        if score:
+            axes.set_xlim(-3, 103)
+        else:
+            axes.set_xscale("log")
+        axes.set_yticks(range(len(names)), names, fontsize="x-small")
+        axes.legend(fontsize="x-small", loc="lower right" if score else "upper right")
+    return message(
+        figure, _title(parts, shares), "hollow: worse than the best at these bytes, by a paired test; 95 % intervals"
+    )
+
+
+def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> str:
+    smallest = min(shares)
+    level = {f.part.title: sum(c is None or c.verdict != "worse" for c in wins(f, smallest)[1]) for f in parts.values()}
+    total = max(len(found.at(smallest)) for found in parts.values())
+    each = "\n".join(f"{n} by {title}" for title, n in level.items())
+    return f"Of {total} methods at {100 * smallest:.4g} % of the bytes,\nnot worse than the best:\n{each}"
+
+
+# --- the page ---
+
+
+def page(board: Board, parts: Mapping[str, Found]) -> Iterator[str]:
+    """Lines of `board.md`."""
+    shares = sorted(board.bytes, reverse=True)
+    yield from (f"# {_title(parts, shares)}".replace("\n", ", ").replace(",,", ",").replace(":,", ":"), "")
+    kept = "each method's own" if board.protect is None else "the first {} and the last {}".format(*board.protect)
+    yield (
+        f"Model {board.model}, prompts of up to {board.length:,} tokens, {board.examples} examples a task; tokens that "
+        f"always stay: {kept}. Bytes are those of the longest prompts' caches with room for the answers; needed ones "
+        "leave out what slots are rounded up by. Intervals are of 95 %; p-values are of paired tests on the same "
+        "examples, adjusted for all pairs of methods of a table (Holm). Better and worse than: of how many others."
+    )
+    yield from ("", "![What is left of the full cache's score](heat.png)", "")
+    yield from ("![Scores with intervals](curves.png)",)
+    for found in parts.values():
+        title = found.part.title.capitalize()
+        for share in shares:
+            yield from ("", f"## {title}, {100 * share:.4g} % of the bytes", "", *table(found, share))
+        yield from ("", f"## {title}, the full cache and what has no budget", "")
+        yield from markdown.table(_CELLS, [_cells(n) for n in beyond(found, shares)])
+    yield ""
+
+
+def run(board: Board, command: list[str]) -> None:
+    """Runs what is missing, and draws."""
+    import pandas as pd  # which takes longer than --help should
+
+    check_output(board.directory / "heat.png")
+    shares, parts, rows = sorted(board.bytes, reverse=True), dict[str, Found](), []
+    for name in board.parts:
+        directory = board.directory / "runs" / name
+        job.run(experiment_of(board, PARTS[name]), directory, command)
+        parts[name], own = read(PARTS[name], directory)
+        rows.append(own.assign(part=name))
+    write_figure(board.directory / "heat.png", heat(parts, shares))
+    write_figure(board.directory / "curves.png", curves(parts, shares))
+    content = pd.concat(rows).to_csv(index=False, float_format="%.6g").encode()
+    write_bytes(board.directory / "scores.csv.gz", gzip.compress(content, mtime=0))
+    write_bytes(board.directory / "board.md", "\n".join(page(board, parts)).encode())
+    print(f"written to {board.directory}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses and runs."""
+    with plain_errors():
+        argv = read_cache_option(argv)
+        board = tyro.cli(Board, args=argv, prog="experiments/board.py", description=__doc__)
+        run(board, [sys.executable, *sys.argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,125 @@
+"""Every method at equal bytes: budgets that cost as much, who is better than whom, and what is written."""
+
+import gzip
+
+import numpy as np
+import pytest
+
+from kvjax import methods
+from kvjax.experiments import board
+from kvjax.experiments.board import PARTS, Board, Found
+from kvjax.experiments.core.engine import Shape
+from kvjax.models import ModelConfig
+from kvjax.models.embedded import EMBEDDED
+
+CONFIG = ModelConfig(
+    vocab_size=61, embed_dim=32, mlp_dim=32, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8
+)
+RUN = Shape(96, 32, 1, ())
+
+
+def number(method, share, value, budget="bytes-0.25"):
+    of = {"method": method, "budget": budget, "kind": "score", "value": value, "low": 0.0, "high": 1.0, "live": 1}
+    return {**of, "kv_of_full": share, "kv_bytes": 100, "kv_bytes_needed": 80}
+
+
+def found(*numbers, **scores):
+    n = len(next(iter(scores.values()), [0]))
+    each = {(x["method"], x["budget"]): scores.get(x["method"], [0.0]) for x in numbers}
+    return Found(PARTS["in_prompt"], list(numbers), each, None, ["t"] * n)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(methods.h2o, 31), (lambda b: methods.snapkv(b, window=8), None), (lambda b: methods.knorm(b), None)],
+)
+def test_budgets_that_cost_as_much(make, expected):
+    """A quarter of 128 slots is 32: for H2O 31 tokens and one to come; none where 32 are to come."""
+    budget = board.budget_for(make, CONFIG, 0.25, RUN)
+    assert budget == expected
+    if expected is not None:
+        assert 0.24 < board.share_of_bytes(CONFIG, make(expected), RUN) <= 0.25
+        assert board.share_of_bytes(CONFIG, make(expected + 1), RUN) > 0.25
+    assert board.budget_for(lambda b: methods.snapkv(b, window=8), CONFIG, 0.5, RUN) == 64 - 32
+
+
+def test_what_a_model_lacks_is_left_out_and_said(tmp_path, monkeypatch, capsys):
+    """By default; a method that is named is refused instead. So is what has no tokens that could be protected."""
+    for file in EMBEDDED.iterdir():
+        if file.suffix not in (".npy", ".npz"):
+            (tmp_path / file.name).symlink_to(file)
+    monkeypatch.setattr(board.configs, "available", lambda: ["headkv", "fastgen", "window"])
+    monkeypatch.setattr(board, "INCLUDED", {str(tmp_path): tmp_path})
+    size = {"model": str(tmp_path), "bytes": (0.5,), "examples": 1, "length": 320, "protect": (2, 8)}
+    with pytest.raises(ValueError, match=r"there is no .*heads\.npy; make one"):
+        board.experiment_of(Board(methods=("headkv",), **size), PARTS["in_prompt"])
+    (window,) = board.experiment_of(Board(**size), PARTS["in_prompt"]).beside
+    assert window.name == "window"
+    assert (window.policies[0][1].sinks, window.policies[0][1].recent) == (2, 8)
+    said = capsys.readouterr().out
+    assert "without headkv: there is no " in said
+    assert "without fastgen: FastGen keeps no tokens by position alone" in said
+
+
+def test_a_table_has_the_best_first_and_what_costs_less():
+    every = [
+        number("a", 0.25, 0.5),
+        number("b", 0.25, 0.6),
+        number("think", 0.2, 0.7, "channels-0.5"),
+        number("fastgen", 0.6, 0.9, "T=0.98"),
+        number("full", 1.0, 1.0, "1.0"),
+    ]
+    of = found(*every)
+    lines = board.table(of, 0.25)
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["think channels-0.5", "b", "a"]
+    assert "beside think channels-0.5" in lines[0]
+    assert "| 25.0% | 20.0% |" in lines[3]
+    assert board.table(of, 0.1) == ["No method runs at 0.1 of the bytes."]
+    assert [n["method"] for n in board.beyond(of, (0.1, 0.25))] == ["fastgen", "full"]
+
+
+def test_wins_are_counted_over_all_pairs_and_what_the_best_beats_is_hollow():
+    numbers = (
+        number("full", 1.0, 1.0, "1.0"),
+        *(number(*x) for x in (("a", 0.25, 1.0), ("b", 0.25, 0.0), ("c", 0.25, 0.9))),
+    )
+    of = found(*numbers, full=[1.0] * 12, a=[1.0] * 12, b=[0.0] * 12, c=[1.0] * 11 + [0.0])
+    assert [n["method"] for n in of.at(0.25)] == ["a", "c", "b"]
+    assert board.wins(of, 0.25)[0] == [(1, 0), (1, 0), (0, 2)]
+    figure = board.curves({"in_prompt": of}, [0.25])
+    assert figure.get_suptitle().endswith("worse than the best:\n2 by one value, asked in the prompt")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b", "c", "a"]
+    filled = {int(c[0].get_ydata()[0]): c[0].get_markerfacecolor() != "white" for c in axes.containers}
+    assert filled == {0: False, 1: True, 2: True}
+    (axes,) = board.heat({"in_prompt": of}, [0.25]).axes
+    np.testing.assert_allclose(axes.images[0].get_array()[:, 0], [0, 90, 100])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"methods": ("snapvk",)}, "there is no 'snapvk' among methods"),
+        ({"parts": ("retrieval",)}, "there is no 'retrieval' among parts"),
+        ({"bytes": (0.25, 1.5)}, "must be shares of the full cache between 0 and 1"),
+        ({"examples": 0}, "examples"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Board(**given)
+
+
+@pytest.mark.slow
+def test_a_board_is_written_and_goes_on(tmp_path, capsys):
+    command = ["--methods", "window", "h2o", "--bytes", "0.5", "--examples", "1", "--length", "320"]
+    board.main([*command, "--output", str(tmp_path)])
+    text = (tmp_path / "board.md").read_text()
+    assert "## One value, asked after compression, 50 % of the bytes" in text
+    assert text.count("| window |") == 4
+    assert min((tmp_path / name).stat().st_size for name in ("heat.png", "curves.png")) > 10_000
+    rows = gzip.decompress((tmp_path / "scores.csv.gz").read_bytes()).decode().splitlines()
+    assert len(rows) == 1 + 3 * (3 + 3 + 1 + 1)
+    capsys.readouterr()
+    board.main([*command, "--output", str(tmp_path)])
+    assert capsys.readouterr().out.count("is complete") == 4
