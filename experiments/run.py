@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import tyro
 from jax.sharding import Mesh
 from tqdm import tqdm
@@ -55,6 +56,8 @@ from kvjax.models.packaged import TERMS, accept_license
 from kvjax.models.sources import locate
 
 _OF_OTHERS = "baselines", "baseline_budget", "compress"  # what of a setup no line of a policy depends on
+TOGETHER = 32
+"""Policies that read prompts together, at most: what they observe is held, and so are their programs."""
 _PICTURES = "score_against_budget.png", "perplexity_against_budget.png"
 _RETURNED = {"run.py": Experiment, "learn.py budget": LearnedBudget, "learn.py scorer": LearnedScorer}
 
@@ -294,13 +297,21 @@ def _run_missing(
     ]
     done = sum(name[:2] in {run[:2] for run in runs} for name in todo.records.lines)
     with tqdm(total=len(runs) * todo.questions, initial=done, unit="question", file=sys.stdout) as bar:
+        since = 0
         for _ in every:
             together: dict[Any, list[_Engine]] = {}
             for method, budget, of_shapes in engines:
                 engine = of_shapes.pop(0)  # what is compiled is forgotten as it is done
                 together.setdefault(engine.stored or (method, budget), []).append((method, budget, engine))
             while together:
-                _run_together(together.pop(next(iter(together))), setup.batch_size, todo, bar)
+                same = together.pop(next(iter(together)))
+                while same:
+                    part = [same.pop(0) for _ in same[:TOGETHER]]
+                    _run_together(part, setup.batch_size, todo, bar)
+                    since += len(part)
+                    if since >= TOGETHER:  # programs of all policies would be more than a process can map
+                        jax.clear_caches()
+                        since = 0
 
 
 _Engine = tuple[str, str, Engine]  # with its method and budget

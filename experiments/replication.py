@@ -1,0 +1,348 @@
+"""The claims of the five papers, one by one, on models that run here: holds, reversed or undecided.
+
+    python experiments/replication.py
+    python experiments/replication.py --models embedded --parts in_prompt --examples 8
+
+Claims stand in `experiments/papers/claims.toml`, in the order of the papers' abstracts; none is left out because it
+fails. Policies have each paper's settings. A prompt is read once for all of them. Each model and part is a run of the
+main job in `results/replication/runs/`, so that what was interrupted goes on. Written beside them: `replication.md`,
+`claims.png`, and `scores.csv.gz`, a row a policy and example, from which all numbers of the page are.
+"""
+
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import dataclasses
+import gzip
+import json
+import math
+import pathlib
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+
+import kvjax
+from kvjax import Policy, methods, models
+from kvjax.configs.experiment import Experiment, check_distinct, check_whole, label
+from kvjax.experiments import run as job
+from kvjax.experiments.board import PARTS, Board
+from kvjax.experiments.core import markdown, stats
+from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
+from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.setup import build, find_builders
+from kvjax.experiments.papers.base import canvas, message, style
+from kvjax.experiments.papers.methods import METHODS
+from kvjax.models import pad_left
+from kvjax.models.written import write_bytes
+
+CLAIMS: Final = pathlib.Path(__file__).parent / "papers" / "claims.toml"
+PAPERS: Final = {
+    "nacl": "NaCl (arXiv 2408.03675)", "roco": "RoCo (arXiv 2402.06262)", "ada-kv": "Ada-KV (arXiv 2407.11550)",
+    "ahakv": "AhaKV (arXiv 2506.03762)", "keyformer": "Keyformer (arXiv 2403.09054)",
+}  # fmt: skip
+MARGIN: Final = 0.02
+"""Less than which a loss is none, of scores in [0, 1] or as a share of the perplexity."""
+Kind = Literal["better", "keeps", "not_worse", "small", "early"]
+WORDS: Final = {"better": "holds", "worse": "reversed", "undecided": "undecided"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A statement of a paper.
+
+    Attributes:
+      paper: whose it is.
+      says, where: the statement in words of this project, and where it is made.
+      a, b: policies, "group/name" of `experiments.papers.methods`; `b` beside each of `a`, or pair by pair.
+      budgets: shares of the prompt.
+      kind: how it is decided; see `claims.toml`.
+      share: of the full cache's score, for "keeps".
+    """
+
+    paper: str
+    says: str
+    where: str
+    a: tuple[str, ...]
+    budgets: tuple[float, ...]
+    b: tuple[str, ...] = ()
+    kind: Kind = "better"
+    share: float = 1.0
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Which policies stand beside which."""
+        if len(self.a) == len(self.b):
+            return [*zip(self.a, self.b, strict=True)]
+        return [(a, b) for a in self.a for b in self.b or ("full",)]
+
+
+def claims() -> list[Claim]:
+    """All claims, by paper."""
+    found: dict[str, list[dict[str, Any]]] = tomllib.loads(CLAIMS.read_text())
+    fixed: Any = lambda x: tuple(x) if isinstance(x, list) else x
+    return [Claim(paper, **{k: fixed(x) for k, x in given.items()}) for paper, each in found.items() for given in each]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replication:
+    """What to run.
+
+    Attributes:
+      models: names of models, or checkpoints.
+      parts: what is asked, of `experiments/board.py`.
+      examples: of each task.
+      length: tokens of a prompt.
+      batch_size: prompts that run together.
+      seed: of examples and draws.
+      output: where runs and results go.
+    """
+
+    models: tuple[str, ...] = ("embedded", "varied", "smollm2-135m-instruct")
+    parts: tuple[str, ...] = ("in_prompt", "several_values", "perplexity")
+    examples: int = 32
+    length: int = 1024
+    batch_size: int = 16
+    seed: int = 0
+    output: pathlib.Path = pathlib.Path("results/replication")
+
+    def __post_init__(self):
+        check_whole(1, examples=self.examples, length=self.length)
+        check_distinct("models", self.models)
+        for model in self.models:
+            self.board(model)
+
+    def board(self, model: str) -> Board:
+        """The sizes of a model's runs."""
+        sizes = {"length": self.length, "batch_size": self.batch_size, "seed": self.seed}
+        return Board(model, parts=self.parts, examples=self.examples, **sizes)
+
+
+def policies(every: Sequence[Claim]) -> dict[str, dict[float, Policy]]:
+    """The policies that claims are about, by name and budget."""
+    found: dict[str, dict[float, Policy]] = {}
+    for claim in every:
+        for name in (*claim.a, *claim.b):
+            group, _, method = name.partition("/")
+            found.setdefault(name, {}).update({b: METHODS[group][method].make(b) for b in claim.budgets})
+    return found
+
+
+def experiment(made: Mapping[str, Mapping[float, Policy]], setup: Any) -> tuple[Experiment, dict[tuple[str, str], str]]:
+    """All policies on one set of prompts, each once; and by name and budget the name that it has there."""
+    called: dict[Policy, str] = {}
+    of: dict[tuple[str, str], str] = {}
+    own: dict[str, list[tuple[float, Policy]]] = {}
+    for name, each in made.items():
+        for budget, policy in each.items():
+            if policy not in called:
+                called[policy] = name.replace("/", "-")
+                own.setdefault(called[policy], []).append((budget, policy))
+            of[name, label(budget)] = called[policy]
+    beside = tuple(Experiment(name, tuple(each), setup) for name, each in own.items())
+    return Experiment("full", ((1.0, methods.full()),), setup, beside=beside), of
+
+
+# --- what was measured ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Of one model and part.
+
+    Attributes:
+      values: scores in [0, 1] of every policy and budget, or negative log-likelihoods, by example.
+      likelihoods: whether they are these.
+      contexts: of each example.
+    """
+
+    values: Mapping[tuple[str, str], np.ndarray]
+    likelihoods: bool
+    contexts: Sequence[Any]
+
+    def decided(self, claim: Claim) -> tuple[stats.Comparison, float]:
+        """How a claim comes out, and by what its difference is to be multiplied."""
+        of = lambda name, budget: self.values[name, label(budget)]
+        full = self.values["full", "1.0"]
+        every = [(a, b, budget) for a, b in claim.pairs for budget in claim.budgets]
+        if claim.kind == "small":
+            gain = lambda budget: np.concatenate([of(a, budget) - of(b, budget) for a, b in claim.pairs])
+            x, y = gain(min(claim.budgets)), gain(max(claim.budgets))
+            return self._compared(x, y) if self.likelihoods else self._compared((1 + x) / 2, (1 + y) / 2, 2.0)
+        x = np.concatenate([of(a, budget) for a, _, budget in every])
+        y = np.concatenate([full if claim.kind == "keeps" else of(b, budget) for _, b, budget in every])
+        if claim.kind == "keeps":
+            y = y - math.log(claim.share) if self.likelihoods else y * claim.share
+        elif claim.kind == "not_worse":
+            y = y + math.log1p(MARGIN) if self.likelihoods else np.maximum(y - MARGIN, 0)
+        return self._compared(x, y)
+
+    def _compared(self, x: np.ndarray, y: np.ndarray, scale: float = 1.0) -> tuple[stats.Comparison, float]:
+        compare = stats.compare_perplexity if self.likelihoods else stats.compare
+        return compare(x.tolist(), y.tolist(), [*self.contexts] * (len(x) // len(self.contexts))), scale
+
+
+def read(directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any]:
+    """What a finished run has found, by the claims' names of policies; and its rows as pandas' DataFrame."""
+    from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
+
+    rows = table.examples(sources.read([directory]).lines).sort_values(["task", "index"])
+    each = {(str(m), str(b)): own for (m, b), own in rows.groupby(["method", "budget"], sort=False)}
+    first = each["full", "1.0"]
+    values = {(name, b): each[own, b]["value"].to_numpy() for (name, b), own in of.items()}
+    values["full", "1.0"] = first["value"].to_numpy()
+    contexts = [*zip(first["task"], first["context"], strict=True)]
+    return Scores(values, bool((first["kind"] == "nll").all()), contexts), rows
+
+
+def early(model: Any, params: Any, prompts: Sequence[Sequence[int]], policy: Any, recent: int = 32) -> list[float]:
+    """Of each prompt, which share of what a policy keeps is of its first half; its last `recent` tokens aside."""
+    shares = []
+    for i in range(0, len(prompts), 8):
+        tokens, lengths = pad_left(prompts[i : i + 8])
+        _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=1, lengths=lengths)
+        held = np.stack([np.asarray(layer.head_pos).reshape(len(lengths), -1) for layer in state.layers], 1)
+        for own, n in zip(held, lengths, strict=True):
+            older = own[(own >= 0) & (own < n - recent)]
+            shares.append(float((older < (n - recent) / 2).mean()))
+    return shares
+
+
+# --- the page ---
+
+Row = tuple[Claim, str, str, stats.Comparison, float]
+"""A claim, the model, the part, the comparison, and the scale of its difference."""
+
+
+def word(row: Row) -> str:
+    """Holds, reversed or undecided."""
+    return WORDS[row[3].verdict]
+
+
+def shown(row: Row) -> str:
+    """The difference with its interval: points of a score, or the ratio of perplexities."""
+    claim, _, part, c, scale = row
+    if part == "perplexity" and claim.kind != "early":
+        low, mean, high = (math.exp(x) for x in (c.low, c.difference, c.high))
+        return f"\N{MULTIPLICATION SIGN}{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * scale * x for x in (c.difference, c.low, c.high)))
+
+
+def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
+    """Lines of `replication.md`."""
+    count = {w: sum(word(row) == w for row in rows) for w in WORDS.values()}
+    each = ", ".join(f"{n} {'hold' if w == 'holds' else w}" for w, n in count.items())
+    yield from (f"# Of {len(rows)} tries of {len({r[0] for r in rows})} claims {each}", "")
+    yield (
+        f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
+        f"{', '.join(options.models)}; policies with each paper's settings, at shares of the prompt. Differences are "
+        "points of the score, of perplexities the other's over the method's, above 1 where the method is better; with "
+        "95 % intervals. A word is by a paired test on the same examples, adjusted for all claims of a model (Holm). "
+        "For a claim to keep a share of the full cache's score, the difference is to that share; for one never to "
+        f"lose, to {100 * MARGIN:.0f} points or percent less; for the gain at small budgets, between gains at the "
+        "smallest and the largest; for the beginning, between the share of what is kept there and a half."
+    )
+    yield from ("", "![The claims with intervals](claims.png)")
+    for paper, title in PAPERS.items():
+        yield from ("", f"## {title}", "")
+        cells = [
+            (r[0].says, r[0].where, r[1], PARTS[r[2]].title, shown(r), word(r)) for r in rows if r[0].paper == paper
+        ]
+        yield from markdown.table(("claim", "where", "model", "measured by", "difference", "word"), cells)
+    yield ""
+
+
+def plot(rows: Sequence[Row]) -> Figure:
+    """Every claim's difference with its interval, a panel a part, a mark a model; filled where the word is not open."""
+    every = [*dict.fromkeys(row[0] for row in rows)][::-1]
+    parts, names = [*dict.fromkeys(row[2] for row in rows)], [*dict.fromkeys(row[1] for row in rows)]
+    figure, (grid,) = canvas(len(parts), width=4.4, height=0.42 * len(every) + 1.5, sharey=True)
+    for axes, part in zip(grid, parts, strict=True):
+        axes.axvline(0, color="0.4", linewidth=1)
+        for row in rows:
+            claim, model, _, c, scale = row
+            if row[2] != part:
+                continue
+            i = names.index(model)
+            look = {**style(i), "linestyle": "none", "markersize": 5}
+            look["markerfacecolor"] = "white" if c.verdict == "undecided" else look["color"]
+            at = (
+                every.index(claim) + 0.26 * (1 - 2 * i / max(len(names) - 1, 1))
+                if len(names) > 1
+                else every.index(claim)
+            )
+            x, low, high = (100 * scale * v for v in (c.difference, c.low, c.high))
+            axes.errorbar([x], [at], xerr=[[x - low], [high - x]], **look)
+        for i, model in enumerate(names):
+            axes.plot([], [], label=model, **{**style(i), "linestyle": "none"})
+        axes.set_title(PARTS[part].title, fontsize="medium")
+        axes.set_xlabel("100 x log of perplexities' ratio" if part == "perplexity" else "points of the score")
+        axes.set_yticks(range(len(every)), [f"{c.paper}: {c.says}" for c in every], fontsize="x-small")
+        axes.set_ylim(-0.7, len(every) - 0.3)
+    grid[-1].legend(fontsize="x-small", loc="lower right")
+    return message(figure, "The papers' claims on models that run here", "right of 0: as claimed; hollow: undecided")
+
+
+def run(options: Replication, command: list[str]) -> None:
+    """Runs what is missing, decides, and writes."""
+    import pandas as pd  # which takes longer than --help should
+
+    check_output(options.output / "claims.png")
+    every, rows, tables = claims(), list[Row](), []
+    for name in options.models:
+        own: list[Row] = []
+        for part in options.parts:
+            setup = options.board(name).setup(PARTS[part])
+            of_part, called = experiment(policies([c for c in every if c.kind != "early"]), setup)
+            directory = options.output / "runs" / f"{pathlib.PurePath(name).name}-{part}"
+            job.run(of_part, directory, command)
+            scores, found = read(directory, called)
+            tables.append(found.assign(model=name, part=part)[["model", "part", *_COLUMNS]])
+            own += [(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
+        own += _early(options, name, [c for c in every if c.kind == "early"])
+        each = stats.adjusted([row[3] for row in own])
+        rows += [(claim, model, part, c, scale) for (claim, model, part, _, scale), c in zip(own, each, strict=True)]
+    rows.sort(key=lambda row: every.index(row[0]))
+    content = pd.concat(tables).to_csv(index=False, float_format="%.6g").encode()
+    write_bytes(options.output / "scores.csv.gz", gzip.compress(content, mtime=0))
+    write_figure(options.output / "claims.png", plot(rows))
+    write_bytes(options.output / "replication.md", "\n".join(page(rows, options)).encode())
+    print(f"written to {options.output}")
+
+
+_COLUMNS = ["method", "budget", "task", "index", "context", "value"]
+
+
+def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]:
+    """Claims on where kept tokens stand, by the prompts of the first part; shares are kept in `early-MODEL.json`."""
+    part, file = options.parts[0], options.output / f"early-{pathlib.PurePath(name).name}.json"
+    known = json.loads(file.read_bytes()) if file.exists() else {}
+    setup, found = options.board(name).setup(PARTS[part]), []
+    for claim in every:
+        if claim.says not in known:
+            model, params = models.load(setup.source)
+            made, _ = build(setup, find_builders(setup), models.load_tokenizer(setup.source), model.config)
+            (policy,) = policies([claim])[claim.a[0]].values()
+            known[claim.says] = early(model, params, [prompt.tokens for prompt in made], policy)
+            write_json(file, known)
+        shares = known[claim.says]
+        found.append((claim, name, part, stats.compare(shares, [0.5] * len(shares)), 1.0))
+    return found
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses and runs."""
+    with plain_errors():
+        argv = read_cache_option(argv)
+        options = tyro.cli(Replication, args=argv, prog="experiments/replication.py", description=__doc__)
+        run(options, [sys.executable, *sys.argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""The papers' claims: what decides each kind, and the page that is written."""
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+
+from kvjax import methods
+from kvjax.experiments import replication
+from kvjax.experiments.replication import Claim, Scores
+
+RNG = np.random.default_rng(0)
+N = 24
+SCORES = {(name, str(b)): RNG.random(N) for name in ("g/a", "g/b", "g/c") for b in (0.5, 0.2)}
+SCORES["full", "1.0"] = RNG.random(N)
+
+
+def claim(kind="better", a=("g/a",), b=("g/b",), budgets=(0.5, 0.2), **more):
+    return Claim("nacl", "says", "where", a, budgets, b, kind, **more)
+
+
+def mean(name, b):
+    return SCORES[name, str(b)].mean()
+
+
+FULL = SCORES["full", "1.0"].mean()
+
+
+@pytest.mark.parametrize(
+    ("of", "wanted"),
+    [
+        (claim(), lambda: np.mean([mean("g/a", b) - mean("g/b", b) for b in (0.5, 0.2)])),
+        (claim(b=("g/b", "g/c"), budgets=(0.5,)), lambda: mean("g/a", 0.5) - (mean("g/b", 0.5) + mean("g/c", 0.5)) / 2),
+        (claim("keeps", b=(), budgets=(0.2,), share=0.95), lambda: mean("g/a", 0.2) - 0.95 * FULL),
+        (
+            claim("not_worse", a=("g/a", "g/b"), b=("g/b", "g/c"), budgets=(0.5,)),
+            lambda: np.mean([
+                SCORES[a, "0.5"] - np.maximum(SCORES[b, "0.5"] - 0.02, 0) for a, b in (("g/a", "g/b"), ("g/b", "g/c"))
+            ]),
+        ),
+        (claim("small"), lambda: mean("g/a", 0.2) - mean("g/b", 0.2) - mean("g/a", 0.5) + mean("g/b", 0.5)),
+    ],
+    ids=["better", "beside two", "keeps", "not_worse", "small"],
+)  # fmt: skip
+def test_a_claim_is_decided_by_a_mean_of_differences(of, wanted):
+    """Of scores, and with the other sign of log-likelihoods, where a share of the score is one of the perplexity."""
+    c, scale = Scores(SCORES, False, [*range(N)]).decided(of)
+    assert scale * c.difference == pytest.approx(wanted())
+    assert scale * c.low <= wanted() <= scale * c.high
+    c, scale = Scores(SCORES, True, [*range(N)]).decided(of)
+    shift = {"keeps": -FULL * 0.05 + math.log(1 / 0.95), "not_worse": math.log1p(0.02)}.get(of.kind, 0.0)
+    if of.kind == "keeps":
+        assert c.difference == pytest.approx(FULL - math.log(0.95) - mean("g/a", 0.2))
+    elif of.kind == "not_worse":
+        plain = np.mean([SCORES[b, "0.5"] - SCORES[a, "0.5"] for a, b in of.pairs])
+        assert c.difference == pytest.approx(plain + shift)
+    else:
+        assert (scale, c.difference) == (1.0, pytest.approx(-wanted()))
+
+
+def test_what_is_kept_early(shallow):
+    """All that a window keeps is late; of the full cache half is early, as near as a prompt can be halved."""
+    model, params = shallow
+    prompts = [[*range(1, 41)], [*range(1, 21)]]
+    assert replication.early(model, params, prompts, methods.window(8), recent=4) == [0.0, 0.0]
+    assert replication.early(model, params, prompts, methods.full(), recent=4) == [0.5, 0.5]
+
+
+def test_every_claim_has_policies_and_equal_ones_run_once():
+    every = replication.claims()
+    assert {c.paper for c in every} == set(replication.PAPERS)
+    assert min(sum(c.paper == paper for c in every) for paper in replication.PAPERS) >= 3
+    made = replication.policies(every)
+    experiment, called = replication.experiment(made, replication.Replication().board("embedded").setup(
+        replication.PARTS["in_prompt"]))  # fmt: skip
+    assert called["ahakv/nacl", "0.2"] == called["nacl/nacl", "0.2"] == "nacl-nacl"
+    run = {(e.name, b): policy for e in experiment.beside for b, policy in e.policies}
+    assert len({*run.values()}) == len(run)
+    for name, each in made.items():
+        for budget, policy in each.items():
+            assert run[called[name, str(budget)], budget] == policy
+
+
+@pytest.mark.slow
+def test_a_replication_is_written_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(replication, "CLAIMS", tmp_path / "claims.toml")
+    replication.CLAIMS.write_text(
+        '[[nacl]]\nsays = "more"\nwhere = "here"\na = ["nacl/h2o"]\nb = ["nacl/tova"]\nbudgets = [0.5]\n'
+        '[[ahakv]]\nsays = "early"\nwhere = "there"\nkind = "early"\na = ["ahakv/h2o"]\nbudgets = [0.5]\n'
+    )
+    command = ["--models", "embedded", "--parts", "several_values", "perplexity", "--examples", "2", "--length", "320"]
+    replication.main([*command, "--output", str(tmp_path)])
+    text = (tmp_path / "replication.md").read_text()
+    assert text.startswith("# Of 3 tries of 2 claims ")
+    assert text.count("| more | here | embedded | ") == 2
+    assert (tmp_path / "claims.png").stat().st_size > 10_000
+    rows = gzip.decompress((tmp_path / "scores.csv.gz").read_bytes()).decode().splitlines()
+    assert len(rows) == 1 + 3 * 2 * 2
+    capsys.readouterr()
+    replication.main([*command, "--output", str(tmp_path)])
+    assert capsys.readouterr().out.count("is complete") == 2
