@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before imports that take seconds
 
 import bisect
 import dataclasses
+import functools
 import gzip
 import inspect
 import pathlib
@@ -196,7 +197,7 @@ Number = Mapping[Any, Any]
 """A row of `core.table.numbers`: the mean over all tasks, its interval, and what the cache takes."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Found:
     """A part that was run.
 
@@ -259,6 +260,7 @@ def read(part: Part, directory: pathlib.Path) -> tuple[Found, Any]:
     return Found(part, averages or every, scores, *about), rows[columns]
 
 
+@functools.cache
 def wins(found: Found, share: float) -> tuple[list[tuple[int, int]], list[stats.Comparison | None]]:
     """Of every policy at a share of bytes, best first: how many others it beats and loses to; and beside the best.
 
@@ -370,17 +372,19 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
             axes.set_xscale("log")
         axes.set_yticks(range(len(names)), names, fontsize="x-small")
         axes.legend(fontsize="x-small", loc="lower right" if score else "upper right")
-    return message(
-        figure, _title(parts, shares), "hollow: worse than the best at these bytes, by a paired test; 95 % intervals"
-    )
+    head, each = _title(parts, shares)
+    source = "hollow: worse than the best at these bytes, by a paired test; 95 % intervals"
+    return message(figure, "\n".join([head.replace(", not", ",\nnot"), *each]), source)
 
 
-def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> str:
+def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> tuple[str, list[str]]:
+    """What is to be seen at the fewest bytes: a line, and a line a part."""
     smallest = min(shares)
     level = {f.part.title: sum(c is None or c.verdict != "worse" for c in wins(f, smallest)[1]) for f in parts.values()}
     total = max(len(found.at(smallest)) for found in parts.values())
-    each = "\n".join(f"{n} by {title}" for title, n in level.items())
-    return f"Of {total} methods at {100 * smallest:.4g} % of the bytes,\nnot worse than the best:\n{each}"
+    return f"Of {total} methods at {100 * smallest:.4g} % of the bytes, not worse than the best:", [
+        f"{n} by {title}" for title, n in level.items()
+    ]
 
 
 # --- the page ---
@@ -389,7 +393,8 @@ def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> str:
 def page(board: Board, parts: Mapping[str, Found]) -> Iterator[str]:
     """Lines of `board.md`."""
     shares = sorted(board.bytes, reverse=True)
-    yield from (f"# {_title(parts, shares)}".replace("\n", ", ").replace(",,", ",").replace(":,", ":"), "")
+    head, each = _title(parts, shares)
+    yield from (f"# {head} {', '.join(each)}", "")
     kept = "each method's own" if board.protect is None else "the first {} and the last {}".format(*board.protect)
     yield (
         f"Model {board.model}, prompts of up to {board.length:,} tokens, {board.examples} examples a task; tokens that "
