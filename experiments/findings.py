@@ -1,0 +1,284 @@
+"""Two questions to all methods: what decides, and how far the best is from hindsight.
+
+    python experiments/findings.py what_decides --model smollm2-135m-instruct --text book.txt
+    python experiments/findings.py to_hindsight --model smollm2-135m-instruct --text book.txt
+
+Every policy evicts from the same reading of each prompt, and the tokens that follow are read with what is left: what is
+measured is how far the model's next-token distribution diverges from the full cache's (`kvjax.analysis.curves`).
+`what_decides` crosses scores, tokens that always stay and divisions of the budget, and says what share of the variance
+of log divergences, between means over prompts, each of them explains. `to_hindsight` sets published methods beside the
+masks that keep what the continuation attends to most. Written to `results/findings/`: a page, its picture, and
+`NAME-MODEL.npz`, the divergences of every policy, budget and prompt, which are not made again for the same options.
+"""
+
+import importlib
+
+if __name__ == "__main__":  # before imports that take seconds
+    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
+
+import dataclasses
+import io
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+import jax
+import numpy as np
+import tyro
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import kvjax
+from kvjax import Evict, Policy, methods, models
+from kvjax.analysis import curves
+from kvjax.budgets import Pyramid, Schedule
+from kvjax.configs.experiment import Budget, check_distinct, check_whole
+from kvjax.experiments.core import markdown, stats
+from kvjax.experiments.core.command import check_output, plain_errors, write_figure
+from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.papers import prompts
+from kvjax.experiments.papers.base import canvas, message, style
+from kvjax.models.embedded import included
+from kvjax.models.written import write_bytes
+
+Make = Callable[[Budget], Policy]
+Divergences = Float[np.ndarray, "P M B"]
+FACTORS: Final = ("score", "protection", "division")
+SCORES: Final[dict[str, Any]] = {
+    name: make(64).score
+    for name, make in {
+        "accumulated": methods.h2o, "mean": methods.mas, "last row": methods.tova, "votes": methods.snapkv,
+        "expected": methods.expected_attention, "key difference": methods.keydiff, "key norm": methods.knorm,
+        "random": methods.random,
+    }.items()
+}  # fmt: skip
+PROTECTIONS: Final = {"none": (0, 0), "first 4": (4, 0), "last 16": (0, 16), "both": (4, 16)}
+DIVISIONS: Final[dict[str, dict[str, Any]]] = {
+    "even": {}, "heads compete": {"heads": kvjax.Adaptive(0.5)}, "pyramid": {"layers": Pyramid()},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What to measure.
+
+    Attributes:
+      name: which question.
+      model: "embedded" or "varied" for a model that comes with the project, or a checkpoint.
+      text: a text file to read prompts from; the project's own held-out text if None.
+      prompts: how many.
+      length: tokens of a prompt.
+      follow: tokens behind it.
+      budget: shares of the prompt.
+      batch_size: prompts that are read together.
+      dtype: of parameters and activations.
+      output: where results go.
+    """
+
+    name: Annotated[Literal["what_decides", "to_hindsight"], tyro.conf.Positional]
+    model: str = "embedded"
+    text: pathlib.Path | None = None
+    prompts: int = 24
+    length: int = 1024
+    follow: int = 32
+    budget: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625)
+    batch_size: int = 4
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    output: pathlib.Path = pathlib.Path("results/findings")
+
+    def __post_init__(self):
+        check_whole(1, **{name: getattr(self, name) for name in ("length", "follow", "batch_size")})
+        check_whole(2, prompts=self.prompts)
+        check_distinct("budget", self.budget)
+
+
+def crossed() -> dict[tuple[str, str, str], Make]:
+    """A policy for every score, protection and division."""
+
+    def make(score: str, protection: str, division: str) -> Make:
+        first, last = PROTECTIONS[protection]
+        return lambda budget: Evict(SCORES[score], budget, first, last, **DIVISIONS[division])
+
+    return {names: make(*names) for names in itertools.product(SCORES, PROTECTIONS, DIVISIONS)}
+
+
+def published() -> dict[tuple[str], Make]:
+    """The methods that evict once from a prompt, with a window of 16 where they have one."""
+    once = lambda make: lambda b: kvjax.when(Schedule(), make(b))
+    windowed = ("snapkv", "ada_snapkv", "pyramidkv", "ada_pyramid", "defensivekv", "cake", "lava")
+    found: dict[str, Make] = {name: lambda b, f=getattr(methods, name): f(b, window=16) for name in windowed}
+    for name in ("h2o", "tova", "mas", "roco", "nacl", "keyformer", "ahakv"):
+        found[name] = once(getattr(methods, name))
+    for name in ("expected_attention", "keydiff", "knorm", "compactor", "curdkv", "random", "window"):
+        found[name] = getattr(methods, name)
+    found["criticalkv"] = lambda b: methods.criticalkv(methods.ada_snapkv(b, window=16))
+    return {(name,): make for name, make in found.items()}
+
+
+def measured(options: Findings, policies: Mapping[Any, Make], oracles: Sequence[Any]) -> Iterator[Divergences]:
+    """Divergences of every policy and budget, batch by batch; the oracles' last."""
+    source = included(options.model)
+    model, params = models.load(source, dtype=options.dtype)
+    tokenizer, size = (
+        models.load_tokenizer(source),
+        {"count": options.prompts, "length": options.length + options.follow},
+    )
+    ids = (
+        prompts.from_project(tokenizer, **size)
+        if options.text is None
+        else prompts.from_file(tokenizer, options.text, **size)
+    )
+    named = {", ".join(name): make for name, make in policies.items()}
+    for i in tqdm(range(0, len(ids), options.batch_size), unit="batch"):
+        batch = ids[i : i + options.batch_size]
+        cut = batch[:, : options.length], batch[:, options.length :]
+        key = jax.random.fold_in(jax.random.key(0), i)
+        found = curves(model, params, *cut, named, options.budget, key=key, oracles=oracles)
+        yield found.values("kl")
+
+
+# --- variance explained ---
+
+
+def shares(means: Float[np.ndarray, "S P D"]) -> dict[str, float]:
+    """The share of the variance between cells that each factor alone explains, and what they explain together.
+
+    Sums of squares of a balanced design with a number a cell: main effects of `FACTORS`, and the interactions.
+    """
+    total = ((means - means.mean()) ** 2).sum()
+    found = {}
+    for axis, name in enumerate(FACTORS):
+        others = tuple(a for a in range(3) if a != axis)
+        effect = means.mean(others) - means.mean()
+        found[name] = float((effect**2).sum() * means.size / means.shape[axis] / total)
+    return found | {"together": 1 - sum(found.values())}
+
+
+def explained(kl: Divergences, draws: int = 1000) -> dict[str, tuple[float, float, float]]:
+    """`shares` of mean log divergences, "P" in the order of `crossed`, with 95 % intervals of resampled prompts."""
+    logs = np.log(np.maximum(kl, 1e-9)).reshape(len(SCORES), len(PROTECTIONS), len(DIVISIONS), -1)
+    rng, n = np.random.default_rng(0), logs.shape[-1]
+    each = [shares(logs[..., rng.integers(n, size=n)].mean(-1)) for _ in range(draws)]
+    ends = lambda name: np.quantile([x[name] for x in each], (0.025, 0.975))
+    return {name: (x, float(ends(name)[0]), float(ends(name)[1])) for name, x in shares(logs.mean(-1)).items()}
+
+
+# --- pages ---
+
+
+def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]:
+    """The page and the picture of the factorial."""
+    cells = [*crossed()]
+    found = [explained(kl[:, m]) for m in range(len(options.budget))]
+    figure, ((axes,),) = canvas(width=6.4)
+    names = [*found[0]]
+    for i, name in enumerate(names):
+        x = np.arange(len(found)) + 0.12 * (i - 1.5)
+        mean, low, high = 100 * np.array([of[name] for of in found]).T
+        axes.errorbar(x, mean, yerr=[np.maximum(mean - low, 0), np.maximum(high - mean, 0)], label=name, **style(i))
+    axes.set_xticks(range(len(found)), [f"{100 * b:.4g} %" for b in options.budget])
+    axes.set(xlabel="budget, of the prompt", ylabel="variance explained, % (95 % interval)", ylim=(-3, 103))
+    axes.legend()
+    largest = {max(FACTORS, key=lambda f: of[f][0]) for of in found}
+    title = f"What decides most is the {largest.pop()}" if len(largest) == 1 else "What decides depends on the budget"
+    message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
+    shown = lambda x: "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * v for v in x))
+    text = [f"# {title}", "", _about(options, f"{len(cells)} policies a budget"), "", f"![{title}](FILE.png)", ""]
+    text += markdown.table(
+        ("variance explained, %", *(f"{100 * b:.4g} %" for b in options.budget)),
+        [(name, *(shown(of[name]) for of in found)) for name in names],
+    )
+    for axis, factor in enumerate(FACTORS):
+        levels = [*dict.fromkeys(cell[axis] for cell in cells)]
+        rows = []
+        for level in levels:
+            of = np.log(np.maximum(kl[[cell[axis] == level for cell in cells]], 1e-9)).mean(0)
+            rows.append((level, *("{:.3f} [{:.3f}, {:.3f}]".format(*np.exp(stats.mean(x.tolist()))) for x in of)))
+        text += ["", f"Divergence in nats by {factor}, the geometric mean over the others:", ""]
+        text += markdown.table((factor, *(f"{100 * b:.4g} %" for b in options.budget)), rows)
+    return [*text, ""], figure
+
+
+def to_hindsight(options: Findings, kl: Divergences) -> tuple[list[str], Figure]:
+    """The page and the picture of published methods beside hindsight."""
+    names = [*(name for (name,) in published()), *(f"hindsight ({x})" for x in _ORACLES)]
+    logs = np.log(np.maximum(kl, 1e-9))
+    oracle = logs[-len(_ORACLES) :].mean(-1).argmin(0)
+    best = logs[: -len(_ORACLES)].mean(-1).argmin(0)
+    figure, ((axes,),) = canvas(width=6.4)
+    rows = []
+    for p in np.argsort(kl.mean((1, 2))):
+        each = [stats.mean(x.tolist()) for x in kl[p]]
+        rows.append((names[p], *("{:.3f} [{:.3f}, {:.3f}]".format(*x) for x in each)))
+        if p >= len(names) - len(_ORACLES) or p in best:
+            mean, low, high = np.array(each).T
+            i = len(axes.containers)
+            axes.errorbar(options.budget, mean, yerr=[mean - low, high - mean], label=names[p], **style(i))
+    axes.set(xscale="log", yscale="log", xlabel="budget, of the prompt", ylabel="divergence, nats (95 % interval)")
+    axes.set_xticks(options.budget, [f"{100 * b:.4g} %" for b in options.budget])
+    axes.minorticks_off()
+    axes.legend(fontsize="small")
+    ratios = []
+    for m in range(len(options.budget)):
+        less = logs[best[m], m] - logs[len(names) - len(_ORACLES) + oracle[m], m]
+        ratios.append(np.exp(stats.mean(less.tolist())))
+    least, most = (f(float(r[0]) for r in ratios) for f in (min, max))
+    title = f"The best method loses {least:.1f} to {most:.1f} times as much as hindsight"
+    message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
+    text = [f"# {title}", "", _about(options, f"{len(names) - len(_ORACLES)} methods"), "", f"![{title}](FILE.png)", ""]
+    head = [f"{100 * b:.4g} %" for b in options.budget]
+    over = ["{:.2f} [{:.2f}, {:.2f}]".format(*r) for r in ratios]
+    text += markdown.table(("at", "best method", "best in hindsight", "times the divergence (geometric mean)"), [
+        (b, names[i], f"hindsight ({_ORACLES[j]})", r) for b, i, j, r in zip(head, best, oracle, over, strict=True)
+    ])  # fmt: skip
+    text += ["", "Divergence in nats:", "", *markdown.table(("policy", *head), rows), ""]
+    return text, figure
+
+
+_ORACLES: Final = ("head", "layer", "model")
+
+
+def _about(options: Findings, what: str) -> str:
+    text = "the project's text" if options.text is None else options.text.name
+    return (
+        f"Model {options.model}, {options.prompts} prompts of {options.length:,} tokens of {text}; the next "
+        f"{options.follow} of each are read with what is left; {what}. Means over prompts with 95 % intervals."
+    )
+
+
+def run(options: Findings, command: Sequence[str]) -> None:
+    """Measures what is missing, and writes."""
+    stem = f"{options.name}-{pathlib.PurePath(options.model).name}"
+    check_output(options.output / f"{stem}.png")
+    stored, asked = options.output / f"{stem}.npz", json.dumps(dataclasses.asdict(options), default=str)
+    crossing = options.name == "what_decides"
+    if stored.exists() and str((there := np.load(stored))["options"]) == asked:
+        print(f"{stored} is complete")
+        kl = there["kl"]
+    else:
+        kl = np.concatenate(
+            [*measured(options, crossed() if crossing else published(), () if crossing else _ORACLES)], -1
+        )
+        content = io.BytesIO()
+        np.savez_compressed(content, kl=kl.astype(np.float32), options=asked, command=" ".join(command))
+        write_bytes(stored, content.getvalue())
+    text, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
+    write_figure(options.output / f"{stem}.png", figure)
+    write_bytes(options.output / f"{stem}.md", "\n".join(text).replace("FILE", stem).encode())
+    print(f"written to {options.output}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Parses and runs."""
+    with plain_errors():
+        argv = read_cache_option(argv)
+        options = tyro.cli(Findings, args=argv, prog="experiments/findings.py", description=__doc__)
+        run(options, [sys.executable, *sys.argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
