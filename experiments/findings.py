@@ -138,6 +138,13 @@ def measured(options: Findings, policies: Mapping[Any, Make], oracles: Sequence[
         cut = batch[:, : options.length], batch[:, options.length :]
         key = jax.random.fold_in(jax.random.key(0), i)
         found = curves(model, params, *cut, named, options.budget, key=key, oracles=oracles)
+        most = np.maximum(np.array(options.budget) * options.length, 1)
+        if (over := found.values("live").max(-1) > most + 1).any():
+            name = found.policies[int(over.any(1).argmax())]
+            raise ValueError(
+                f"{name} keeps more than a budget of {most[over.any(0)].min():.0f} tokens, as so few cannot hold what "
+                "always stays; raise --length, or the smallest --budget"
+            )
         yield found.values("kl")
 
 
@@ -160,7 +167,7 @@ def shares(means: Float[np.ndarray, "S P D"]) -> dict[str, float]:
 
 def explained(kl: Divergences, draws: int = 1000) -> dict[str, tuple[float, float, float]]:
     """`shares` of mean log divergences, "P" in the order of `crossed`, with 95 % intervals of resampled prompts."""
-    logs = np.log(np.maximum(kl, 1e-9)).reshape(len(SCORES), len(PROTECTIONS), len(DIVISIONS), -1)
+    logs = _logs(kl).reshape(len(SCORES), len(PROTECTIONS), len(DIVISIONS), -1)
     rng, n = np.random.default_rng(0), logs.shape[-1]
     each = [shares(logs[..., rng.integers(n, size=n)].mean(-1)) for _ in range(draws)]
     ends = lambda name: np.quantile([x[name] for x in each], (0.025, 0.975))
@@ -196,9 +203,9 @@ def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
         levels = [*dict.fromkeys(cell[axis] for cell in cells)]
         rows = []
         for level in levels:
-            of = np.log(np.maximum(kl[[cell[axis] == level for cell in cells]], 1e-9)).mean(0)
+            of = _logs(kl[[cell[axis] == level for cell in cells]]).mean(0)
             rows.append((level, *("{:.3f} [{:.3f}, {:.3f}]".format(*np.exp(stats.mean(x.tolist()))) for x in of)))
-        text += ["", f"Divergence in nats by {factor}, the geometric mean over the others:", ""]
+        text += ["", f"Divergence in nats by {factor}, over all of the others:", ""]
         text += markdown.table((factor, *(f"{100 * b:.4g} %" for b in options.budget)), rows)
     return [*text, ""], figure
 
@@ -206,37 +213,42 @@ def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
 def to_hindsight(options: Findings, kl: Divergences) -> tuple[list[str], Figure]:
     """The page and the picture of published methods beside hindsight."""
     names = [*(name for (name,) in published()), *(f"hindsight ({x})" for x in _ORACLES)]
-    logs = np.log(np.maximum(kl, 1e-9))
-    oracle = logs[-len(_ORACLES) :].mean(-1).argmin(0)
-    best = logs[: -len(_ORACLES)].mean(-1).argmin(0)
-    figure, ((axes,),) = canvas(width=6.4)
+    logs, first = _logs(kl), len(names) - len(_ORACLES)
+    best, oracle = logs[:first].mean(-1).argmin(0), first + logs[first:].mean(-1).argmin(0)
+    ratios = [
+        np.exp(stats.mean((logs[i, m] - logs[j, m]).tolist()))
+        for m, (i, j) in enumerate(zip(best, oracle, strict=True))
+    ]
+    least, most = (f(float(r[0]) for r in ratios) for f in (min, max))
+    title = f"The best method's divergence is {least:.1f} to {most:.1f} times hindsight's"
+    figure, ((axes,),) = canvas(width=7.2)
     rows = []
-    for p in np.argsort(kl.mean((1, 2))):
-        each = [stats.mean(x.tolist()) for x in kl[p]]
-        rows.append((names[p], *("{:.3f} [{:.3f}, {:.3f}]".format(*x) for x in each)))
-        if p >= len(names) - len(_ORACLES) or p in best:
+    for p in np.argsort(logs.mean((1, 2))):
+        each = [np.exp(stats.mean(x.tolist())) for x in logs[p]]
+        rows.append((names[p], *("{:.3g} [{:.2g}, {:.2g}]".format(*x) for x in each)))
+        if p in oracle or p in best or names[p] == "random":
             mean, low, high = np.array(each).T
             i = len(axes.containers)
             axes.errorbar(options.budget, mean, yerr=[mean - low, high - mean], label=names[p], **style(i))
     axes.set(xscale="log", yscale="log", xlabel="budget, of the prompt", ylabel="divergence, nats (95 % interval)")
     axes.set_xticks(options.budget, [f"{100 * b:.4g} %" for b in options.budget])
     axes.minorticks_off()
-    axes.legend(fontsize="small")
-    ratios = []
-    for m in range(len(options.budget)):
-        less = logs[best[m], m] - logs[len(names) - len(_ORACLES) + oracle[m], m]
-        ratios.append(np.exp(stats.mean(less.tolist())))
-    least, most = (f(float(r[0]) for r in ratios) for f in (min, max))
-    title = f"The best method loses {least:.1f} to {most:.1f} times as much as hindsight"
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
-    text = [f"# {title}", "", _about(options, f"{len(names) - len(_ORACLES)} methods"), "", f"![{title}](FILE.png)", ""]
+    text = [f"# {title}", "", _about(options, f"{first} methods"), "", f"![{title}](FILE.png)", ""]
     head = [f"{100 * b:.4g} %" for b in options.budget]
-    over = ["{:.2f} [{:.2f}, {:.2f}]".format(*r) for r in ratios]
-    text += markdown.table(("at", "best method", "best in hindsight", "times the divergence (geometric mean)"), [
-        (b, names[i], f"hindsight ({_ORACLES[j]})", r) for b, i, j, r in zip(head, best, oracle, over, strict=True)
-    ])  # fmt: skip
+    cells = [
+        (b, names[i], names[j], "{:.2f} [{:.2f}, {:.2f}]".format(*r))
+        for b, i, j, r in zip(head, best, oracle, ratios, strict=True)
+    ]
+    text += markdown.table(("at", "best method", "best in hindsight", "times its divergence"), cells)
     text += ["", "Divergence in nats:", "", *markdown.table(("policy", *head), rows), ""]
     return text, figure
+
+
+def _logs(kl: Divergences) -> Divergences:
+    """Logarithms of divergences, which are 1e-9 nats at least."""
+    return np.log(np.maximum(kl, 1e-9))
 
 
 _ORACLES: Final = ("head", "layer", "model")
@@ -246,7 +258,7 @@ def _about(options: Findings, what: str) -> str:
     text = "the project's text" if options.text is None else options.text.name
     return (
         f"Model {options.model}, {options.prompts} prompts of {options.length:,} tokens of {text}; the next "
-        f"{options.follow} of each are read with what is left; {what}. Means over prompts with 95 % intervals."
+        f"{options.follow} are read with what is left; {what}. Geometric means over prompts, with 95 % intervals."
     )
 
 
@@ -256,7 +268,8 @@ def run(options: Findings, command: Sequence[str]) -> None:
     check_output(options.output / f"{stem}.png")
     stored, asked = options.output / f"{stem}.npz", json.dumps(dataclasses.asdict(options), default=str)
     crossing = options.name == "what_decides"
-    if stored.exists() and str((there := np.load(stored))["options"]) == asked:
+    there = _stored(stored)
+    if there.get("options") == asked:
         print(f"{stored} is complete")
         kl = there["kl"]
     else:
@@ -270,6 +283,13 @@ def run(options: Findings, command: Sequence[str]) -> None:
     write_figure(options.output / f"{stem}.png", figure)
     write_bytes(options.output / f"{stem}.md", "\n".join(text).replace("FILE", stem).encode())
     print(f"written to {options.output}")
+
+
+def _stored(file: pathlib.Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    with np.load(file) as data:
+        return {"kl": data["kl"], "options": str(data["options"])}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,0 +1,77 @@
+"""What decides, and how far from hindsight: variance by a plain decomposition, and the pages."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax.experiments import findings
+from kvjax.experiments.findings import DIVISIONS, PROTECTIONS, SCORES, Findings
+
+SIZES = len(SCORES), len(PROTECTIONS), len(DIVISIONS)
+
+
+def test_variance_that_each_factor_explains():
+    """Of sums of effects all, by each alone; what factors do together is the rest, as least squares leave it."""
+    rng = np.random.default_rng(0)
+    a, b, c = (x - x.mean() for x in map(rng.normal, (0, 0, 0), (3, 2, 1), [(n,) for n in SIZES]))
+    sums = a[:, None, None] + b[:, None] + c
+    found = findings.shares(sums + 5)
+    wanted = [x.var() / (a.var() + b.var() + c.var()) for x in (a, b, c)]
+    np.testing.assert_allclose([*found.values()], [*wanted, 0], atol=1e-12)
+    noisy = sums + rng.normal(size=SIZES)
+    cells = [*itertools.product(*map(range, SIZES))]
+    design = np.array([[1.0, *(cell[axis] == k for axis in range(3) for k in range(SIZES[axis]))] for cell in cells])
+    left = noisy.ravel() - design @ np.linalg.lstsq(design, noisy.ravel(), rcond=None)[0]
+    assert findings.shares(noisy)["together"] == pytest.approx((left**2).sum() / ((noisy - noisy.mean()) ** 2).sum())
+
+
+def test_the_best_method_beside_the_best_mask():
+    """A method with twice the divergence of the mask on every prompt is said to have it."""
+    options = Findings("to_hindsight", prompts=4, budget=(0.5, 0.25))
+    first, rng = len(findings.published()), np.random.default_rng(1)
+    mask = rng.uniform(0.1, 0.2, (2, 4))
+    kl = np.concatenate([np.full((first + 2, 2, 4), 3.0), mask[None]])
+    kl[1] = 2 * mask
+    text, figure = findings.to_hindsight(options, kl)
+    assert figure.get_suptitle() == "The best method's divergence is 2.0 to 2.0 times hindsight's"
+    name = [*findings.published()][1][0]
+    assert [line for line in text if line.startswith("| 25 %")] == [
+        f"| 25 % | {name} | hindsight (model) | 2.00 [2.00, 2.00] |"
+    ]
+
+
+def test_policies_are_crossed_and_published_ones_stay_within_a_budget():
+    every = findings.crossed()
+    assert len({make(0.25) for make in every.values()}) == len(every) == np.prod(SIZES)
+    votes = every["votes", "both", "pyramid"](0.25)
+    assert (votes.sinks, votes.recent, votes.layers) == (4, 16, DIVISIONS["pyramid"]["layers"])
+    for make in findings.published().values():
+        assert make(0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["what_decides", "to_hindsight"])
+def test_a_finding_is_written_once(tmp_path, capsys, monkeypatch, name):
+    few = lambda of: lambda: dict(itertools.islice(of().items(), 4))
+    monkeypatch.setattr(findings, "published", few(findings.published))
+    monkeypatch.setattr(findings, "SCORES", {k: SCORES[k] for k in ("mean", "random")})
+    monkeypatch.setattr(findings, "PROTECTIONS", {k: PROTECTIONS[k] for k in ("none", "first 4")})
+    command = [name, "--prompts", "2", "--length", "96", "--follow", "4", "--budget", "0.5", "--output", str(tmp_path)]
+    findings.main(command)
+    before = (tmp_path / f"{name}-embedded.npz").read_bytes()
+    assert (tmp_path / f"{name}-embedded.md").read_text().startswith("# ")
+    assert (tmp_path / f"{name}-embedded.png").stat().st_size > 10_000
+    findings.main(command)
+    assert (tmp_path / f"{name}-embedded.npz").read_bytes() == before
+    assert "is complete" in capsys.readouterr().out
+    monkeypatch.setattr(findings, "PROTECTIONS", {"both": (4, 16)})
+    if name == "what_decides":
+        with pytest.raises(SystemExit, match=r"keeps more than a budget of 10 tokens, as so few cannot hold"):
+            findings.main([*command[:-4], "--budget", "0.1", "--output", str(tmp_path / "x")])
+
+
+def test_too_few_prompts_are_refused():
+    with pytest.raises(ValueError, match="prompts=1 must be at least 2"):
+        dataclasses.replace(Findings("what_decides"), prompts=1)
