@@ -31,6 +31,7 @@ class Prompts:
       model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
         "embedded" or "varied" for a small model that comes with the project.
       tasks: what prompts are taken from.
+      unseen: those of them that are only measured on: other templates and texts than what is learned from.
       calibration: prompts a task that are learned from.
       held_out: prompts a task that everything is measured on; no calibration prompt is among them.
       length: tokens of a prompt, at most.
@@ -43,6 +44,7 @@ class Prompts:
 
     model: str = "embedded"
     tasks: tuple[TaskName, ...] = ("single_needle", "several_needles", "multi_query", "key_value", "perplexity")
+    unseen: tuple[TaskName, ...] = ()
     calibration: int = 24
     held_out: int = 96
     length: int = 1024
@@ -55,6 +57,8 @@ class Prompts:
     def __post_init__(self):
         check_fields(self)
         check_distinct("tasks", self.tasks)
+        if self.unseen and not set(self.unseen) < set(self.tasks):
+            raise ValueError(f"unseen={self.unseen} must be some, and not all, of tasks={self.tasks}")
         check_whole(1, calibration=self.calibration, length=self.length, future=self.future, batch_size=self.batch_size)
         check_whole(2, held_out=self.held_out)
         check_whole(0, seed=self.seed)

@@ -94,7 +94,8 @@ def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:
     first, count = (0, prompts.calibration) if split == "calibration" else (HELD_OUT, prompts.held_out)
     if first == 0 and count > HELD_OUT:
         raise ValueError(f"{count} calibration prompts reach the held-out ones, which start at {HELD_OUT}")
-    found = [TASKS[name](task, first + i) for name in prompts.tasks for i in range(count)]
+    names = [name for name in prompts.tasks if first or name not in prompts.unseen]
+    found = [TASKS[name](task, first + i) for name in names for i in range(count)]
     return [found[i] for i in np.random.default_rng([prompts.seed, first]).permutation(len(found))]
 
 

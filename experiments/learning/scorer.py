@@ -17,6 +17,7 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `checkpoints/`
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -178,15 +179,20 @@ def measure(
                 )
 
 
-def write(directory: pathlib.Path, name: str, samples: Sequence[dict[str, Any]]) -> str:
-    """Writes `summary.json` and `summary.md`. Returns the table."""
+def write(directory: pathlib.Path, name: str, samples: Sequence[dict[str, Any]], unseen: Sequence[str] = ()) -> str:
+    """Writes `summary.json` and `summary.md`, with rows of their own for tasks that were not learned from.
+
+    Returns the table.
+    """
     rows, lines = [], []
-    for b in dict.fromkeys(s["budget"] for s in samples):
-        by_key = {(s["method"], s["task"], s["index"]): s for s in samples if s["budget"] == b}
+    kinds = ("learned from", "unseen") if unseen else ("",)
+    kind = lambda s: kinds[s["task"] in unseen]
+    for b, of in itertools.product(dict.fromkeys(s["budget"] for s in samples), kinds):
+        by_key = {(s["method"], s["task"], s["index"]): s for s in samples if (s["budget"], kind(s)) == (b, of)}
         examples_ = [k[1:] for k in by_key if k[0] == "snapkv"]
         for method in _NAMES:
             mine = [by_key[method, *k] for k in examples_]
-            row: dict[str, Any] = {"budget": b, "method": method, "prompts": len(mine)}
+            row: dict[str, Any] = {"budget": b, "method": method, "prompts": len(mine)} | ({"tasks": of} if of else {})
             row |= dict(zip(("loss", "low", "high"), stats.mean([s["loss"] for s in mine]), strict=True))
             row["kept_attention"] = float(np.mean([s["kept_attention"] for s in mine]))
             less = [by_key["snapkv", *k]["loss"] - by_key[method, *k]["loss"] for k in examples_]
@@ -195,8 +201,8 @@ def write(directory: pathlib.Path, name: str, samples: Sequence[dict[str, Any]])
             percent = {name: f"{100 * x:.2f}" for name, x in row.items() if isinstance(x, float)}
             paired = "" if method == "snapkv" else "{less} [{less_low}, {less_high}]".format(**percent)
             loss = "{loss} [{low}, {high}]".format(**percent)
-            lines.append([b, _NAMES[method], loss, paired, percent["kept_attention"]])
-    head = ["budget", "score", "loss", "less than SnapKV", "future attention kept"]
+            lines.append([b, *([of] if of else []), _NAMES[method], loss, paired, percent["kept_attention"]])
+    head = ["budget", *(["tasks"] if unseen else []), "score", "loss", "less than SnapKV", "future attention kept"]
     text = "\n".join(
         [
             f"# {name}",
@@ -238,7 +244,7 @@ def run(
         in_order = lambda: [records.lines[k] for k in keys]
         if all(k in records.lines for k in keys) and (directory / "head.npz").is_file():
             print(f"{directory} is complete; --restart runs it again")
-            return write(directory, experiment.name, in_order())
+            return write(directory, experiment.name, in_order(), prompts.unseen)
         model, params = models.load(prompts.source, dtype=prompts.dtype)
         tokenizer = models.load_tokenizer(prompts.source)
         blank = untrained(experiment, model.config)
@@ -247,4 +253,4 @@ def run(
             kvjax.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
         head = trained(experiment, model, params, tokenizer, directory)
         measure(experiment, head, Reader(model, params, policies[0], prompts), records, tokenizer)
-        return write(directory, experiment.name, in_order())
+        return write(directory, experiment.name, in_order(), prompts.unseen)
