@@ -16,6 +16,7 @@ from kvjax.configs.learning import Prompts
 from kvjax.experiments import learn
 from kvjax.experiments.learning import contest, gates, loop, scorer
 from kvjax.experiments.learning.contest import Contest
+from kvjax.experiments.learning.future_rows import examples
 from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
 from kvjax.scores.learned import Learned
@@ -104,6 +105,10 @@ def test_the_scorer_resumes(scored, tmp_path):
         (["--config", "learned_budget.py", "--temperature", "4", "0"], "temperatures are positive"),
         (["--config", "learned_budget.py", "--objective", "task_loss", "--future", "1"], "future=1 row predicts no"),
         (["--config", "learned_budget.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
+        (
+            ["--config", "learned_budget.py", "--tasks", "key_value", "--unseen", "key_value"],
+            "must be some, and not all",
+        ),
         (["--config", "learned_budget.py", "--budget", "0.25", "0.25"], "budget has 0.25 twice"),
         (["--config", "learned_budget.py", "--seed", str(2**32)], "seed=4294967296 must be at most 2147483647"),
         (["--config", "learned_budget.py", "--length", str(10**20)], "must be at most 2147483647"),
@@ -151,6 +156,32 @@ def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys
             file.write_bytes(file.read_bytes()[:3])
     with pytest.raises(ValueError, match=f"the checkpoint in {tmp_path} cannot be read .*; move that directory"):
         run(5)
+
+
+def test_unseen_tasks_are_not_learned_from_and_have_rows_of_their_own(embedded, tmp_path):
+    prompts = Prompts(
+        tasks=("single_needle", "key_value"), unseen=("key_value",), calibration=2, held_out=2, length=128
+    )
+    of = lambda split: {e.task for e in examples(prompts, embedded[2], split)}
+    assert (of("calibration"), of("held_out")) == ({"single_needle"}, {"single_needle", "key_value"})
+    losses = {("single_needle", 0): 0.1, ("single_needle", 1): 0.3, ("key_value", 0): 0.5, ("key_value", 1): 0.9}
+    line = lambda m, task, i, x: {
+        "method": m,
+        "budget": "0.25",
+        "task": task,
+        "index": i,
+        "loss": x,
+        "kept_attention": x,
+    }
+    lines = [
+        line(m, *key, x / n) for n, m in enumerate(("snapkv", "learned", "future"), 1) for key, x in losses.items()
+    ]
+    text = scorer.write(tmp_path, "name", lines, prompts.unseen)
+    rows = {(r["tasks"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
+    assert rows["learned from", "snapkv"]["loss"] == pytest.approx(0.2)
+    assert rows["unseen", "snapkv"]["loss"] == pytest.approx(0.7)
+    assert rows["unseen", "learned"]["less"] == pytest.approx(0.35)
+    assert "| 0.25 | unseen | learned score |" in text
 
 
 QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-out", "8", "--steps", "40"]
