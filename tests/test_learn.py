@@ -160,7 +160,7 @@ def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys
 
 def test_unseen_tasks_are_not_learned_from_and_have_rows_of_their_own(embedded, tmp_path):
     prompts = Prompts(
-        tasks=("single_needle", "key_value"), unseen=("key_value",), calibration=2, held_out=2, length=128
+        tasks=("single_needle", "key_value"), unseen=("key_value",), calibration=2, held_out=2, length=256
     )
     of = lambda split: {e.task for e in examples(prompts, embedded[2], split)}
     assert (of("calibration"), of("held_out")) == ({"single_needle"}, {"single_needle", "key_value"})
