@@ -158,6 +158,16 @@ def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys
         run(5)
 
 
+def test_the_readme_says_what_is_left_on_unseen_tasks():
+    rows = json.loads((STORED / "learned_scorer" / "unseen.json").read_text())["rows"]
+    shown = lambda r: "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * r[x] for x in ("less", "less_low", "less_high")))
+    less = {(r["budget"], r["tasks"]): shown(r) for r in rows if r["method"] == "learned"}
+    readme = (STORED / "README.md").read_text()
+    for b in ("0.0625", "0.125", "0.25"):
+        cells = f"{100 * float(b):g} %", less[b, "learned from"], less[b, "unseen"]
+        assert f"| {' | '.join(cells)} |" in readme
+
+
 def test_unseen_tasks_are_not_learned_from_and_have_rows_of_their_own(embedded, tmp_path):
     prompts = Prompts(
         tasks=("single_needle", "key_value"), unseen=("key_value",), calibration=2, held_out=2, length=256
