@@ -189,16 +189,18 @@ class Scores:
 
 
 def read(directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any]:
-    """What a finished run has found, by the claims' names of policies; and its rows as pandas' DataFrame."""
+    """What a finished run has found, and its rows as pandas' DataFrame, both by the claims' names of policies."""
+    import pandas as pd
+
     from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
 
     rows = table.examples(sources.read([directory]).lines).sort_values(["task", "index"])
-    each = {(str(m), str(b)): own for (m, b), own in rows.groupby(["method", "budget"], sort=False)}
-    first = each["full", "1.0"]
-    values = {(name, b): each[own, b]["value"].to_numpy() for (name, b), own in of.items()}
-    values["full", "1.0"] = first["value"].to_numpy()
+    there = {(str(m), str(b)): own for (m, b), own in rows.groupby(["method", "budget"], sort=False)}
+    first = there["full", "1.0"]
+    each = {("full", "1.0"): first} | {(name, b): there[own, b].assign(method=name) for (name, b), own in of.items()}
     contexts = [*zip(first["task"], first["context"], strict=True)]
-    return Scores(values, bool((first["kind"] == "nll").all()), contexts), rows
+    values = {key: own["value"].to_numpy() for key, own in each.items()}
+    return Scores(values, bool((first["kind"] == "nll").all()), contexts), pd.concat(each.values())
 
 
 def early(model: Any, params: Any, prompts: Sequence[Sequence[int]], policy: Any, recent: int = 32) -> list[float]:

@@ -1,0 +1,83 @@
+"""Numbers of committed pages, three of each drawn at random, made again from the committed records by plain code."""
+
+import csv
+import gzip
+import json
+import math
+import random
+import statistics
+import tomllib
+
+import numpy as np
+import pytest
+
+from tests.runs import ROOT
+
+STORED = ROOT / "experiments" / "bench_results"
+
+
+def records(folder):
+    return list(csv.DictReader(gzip.decompress((folder / "scores.csv.gz").read_bytes()).decode().splitlines()))
+
+
+def cells(folder, name):
+    """The cells of a page's tables."""
+    lines = (folder / name).read_text().splitlines()
+    rows = [[x.strip() for x in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
+    return [row for row in rows if not set(row[0]) <= set("-| ")]
+
+
+def difference(claim, values, full):
+    """A claim's mean difference: `values` of a policy and budget, and the full cache's, by example."""
+    a, b = claim["a"], claim.get("b", [])
+    pairs = list(zip(a, b)) if len(a) == len(b) else [(x, y) for x in a for y in b or [None]]  # noqa: B905
+    kind, share, budgets = claim.get("kind", "better"), claim.get("share", 1.0), claim["budgets"]
+    if kind == "small":
+        gain = lambda budget: [
+            x - y for p, q in pairs for x, y in zip(values(p, budget), values(q, budget), strict=True)
+        ]
+        return statistics.mean(gain(min(budgets))) - statistics.mean(gain(max(budgets)))
+    other = {
+        "better": lambda q, budget: values(q, budget),
+        "not_worse": lambda q, budget: [max(y - 0.02, 0) for y in values(q, budget)],
+        "keeps": lambda q, budget: [share * y for y in full],
+    }[kind]
+    return statistics.mean(
+        x - y for p, q in pairs for budget in budgets for x, y in zip(values(p, budget), other(q, budget), strict=True)
+    )
+
+
+def test_claims_are_what_the_records_say():
+    """Of scores; a row of perplexities, or of where kept tokens stand, is drawn again."""
+    folder = STORED / "replication"
+    known = {c["says"]: c for each in tomllib.loads(
+        (ROOT / "experiments" / "papers" / "claims.toml").read_text()).values() for c in each}  # fmt: skip
+    parts = {"one value, asked in the prompt": "in_prompt", "several values, asked in the prompt": "several_values"}
+    of = {}
+    for x in records(folder):
+        of.setdefault((x["model"], x["part"], x["method"], x["budget"]), {})[x["task"], int(x["index"])] = float(
+            x["value"]
+        )
+    rows = [r for r in cells(folder, "replication.md") if r[0] in known and r[3] in parts]
+    rows = [r for r in rows if known[r[0]].get("kind") != "early"]
+    for says, _, model, measured, shown, word in random.sample(rows, 3):
+        part = parts[measured]
+        by = lambda name, budget, m=model, p=part: [x for _, x in sorted(of[m, p, name, str(budget)].items())]
+        wanted = 100 * difference(known[says], by, by("full", "1.0"))
+        mean, low, high = (float(x) for x in shown.replace("[", "").replace("]", "").replace(",", "").split())
+        assert abs(mean - wanted) <= 0.0501, (says, model, measured)
+        assert low <= mean <= high
+        assert {"holds": low > 0, "reversed": high < 0, "undecided": True}[word]
+
+
+@pytest.mark.parametrize("file", sorted((STORED / "findings").glob("to_hindsight-*.npz")), ids=lambda f: f.stem)
+def test_divergences_are_what_the_records_say(file):
+    with np.load(file) as data:
+        kl, options = data["kl"].astype(float), json.loads(str(data["options"]))
+    page = cells(file.parent, f"{file.stem}.md")
+    head = next(i for i, row in enumerate(page) if row[0] == "policy")
+    assert page[head][1:] == [f"{100 * b:.4g} %" for b in options["budget"]]
+    means = [[math.exp(statistics.mean(math.log(max(x, 1e-9)) for x in own)) for own in each] for each in kl]
+    for row in random.sample(page[head + 1 :], 3):
+        own = [float(x.split(" ")[0]) for x in row[1:]]
+        assert any(np.allclose(own, each, rtol=6e-3) for each in means), row
