@@ -285,7 +285,9 @@ def plot(rows: Sequence[Row]) -> Figure:
             axes.plot([], [], label=model, **{**style(i), "linestyle": "none"})
         axes.set_title(PARTS[part].title, fontsize="medium")
         axes.set_xlabel("100 x log of perplexities' ratio" if part == "perplexity" else "points of the score")
-        axes.set_yticks(range(len(every)), [f"{c.paper}: {c.says}" for c in every], fontsize="x-small")
+        axes.set_yticks(
+            range(len(every)), [f"{PAPERS[c.paper].split()[0]}: {c.says}" for c in every], fontsize="x-small"
+        )
         axes.set_ylim(-0.7, len(every) - 0.3)
     grid[-1].legend(fontsize="x-small", loc="lower right")
     return message(figure, "The papers' claims on models that run here", "right of 0: as claimed; hollow: undecided")

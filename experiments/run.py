@@ -14,6 +14,8 @@ if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import inspect
@@ -342,6 +344,8 @@ def _run_together(same: Sequence[_Engine], batch_size: int, todo: "_Todo", bar: 
                     bar.update(todo.write(method, budget, batch, found))
             if held[-1] is batches[-1]:
                 engine.forget()
+            with contextlib.suppress(OSError, AttributeError):  # glibc keeps what was freed, until there is no more
+                ctypes.CDLL(None).malloc_trim(0)
 
 
 def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
