@@ -214,7 +214,6 @@ def results_in_short():
     prefill = [ratio(x) for name, x in rows.items() if "/prefill/" in name]
     yield f"is {min(decode):.1f} to {max(decode):.1f} times as fast as kvpress"
     yield f"prefill {min(prefill)} to {max(prefill)} times as fast as transformers"
-    yield f"H2O adds {ratio(rows['tiny/memory/4k'])} of the memory"
 
 
 def loading():
