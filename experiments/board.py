@@ -188,6 +188,9 @@ def experiment_of(board: Board, part: Part) -> Experiment:
             continue
         if policies and name != "full":
             beside.append(Experiment(name, policies, setup, made.options))
+    if not beside:
+        shares = ", ".join(f"{share:g}" for share in board.bytes)
+        raise ValueError(f"no method can work at {shares} of the full cache's bytes; give larger --bytes, or --length")
     return Experiment("full", ((1.0, kvjax.methods.full()),), setup, beside=tuple(beside))
 
 

@@ -61,6 +61,12 @@ def test_what_a_model_lacks_is_left_out_and_said(tmp_path, monkeypatch, capsys):
     assert "without fastgen: FastGen keeps no tokens by position alone" in said
 
 
+def test_bytes_that_no_method_can_work_at_are_refused():
+    board_ = Board(methods=("snapkv",), bytes=(0.01,), examples=1, length=320)
+    with pytest.raises(ValueError, match=r"no method can work at 0\.01 of the full cache's bytes; give larger --bytes"):
+        board.experiment_of(board_, PARTS["in_prompt"])
+
+
 def test_a_table_has_the_best_first_and_what_costs_less():
     every = [
         number("a", 0.25, 0.5),
