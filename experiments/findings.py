@@ -181,7 +181,7 @@ def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
     """The page and the picture of the factorial."""
     cells = [*crossed()]
     found = [explained(kl[:, m]) for m in range(len(options.budget))]
-    figure, ((axes,),) = canvas(width=6.4)
+    figure, ((axes,),) = canvas(width=7.2)
     names = [*found[0]]
     for i, name in enumerate(names):
         x = np.arange(len(found)) + 0.12 * (i - 1.5)
@@ -189,7 +189,7 @@ def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
         axes.errorbar(x, mean, yerr=[np.maximum(mean - low, 0), np.maximum(high - mean, 0)], label=name, **style(i))
     axes.set_xticks(range(len(found)), [f"{100 * b:.4g} %" for b in options.budget])
     axes.set(xlabel="budget, of the prompt", ylabel="variance explained, % (95 % interval)", ylim=(-3, 103))
-    axes.legend()
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     largest = {max(FACTORS, key=lambda f: of[f][0]) for of in found}
     title = f"What decides most is the {largest.pop()}" if len(largest) == 1 else "What decides depends on the budget"
     message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
@@ -262,11 +262,12 @@ def _about(options: Findings, what: str) -> str:
     )
 
 
-def run(options: Findings, command: Sequence[str]) -> None:
+def run(options: Findings) -> None:
     """Measures what is missing, and writes."""
     stem = f"{options.name}-{pathlib.PurePath(options.model).name}"
     check_output(options.output / f"{stem}.png")
-    stored, asked = options.output / f"{stem}.npz", json.dumps(dataclasses.asdict(options), default=str)
+    sizes = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
+    stored, asked = options.output / f"{stem}.npz", json.dumps(sizes, default=str)
     crossing = options.name == "what_decides"
     there = _stored(stored)
     if there.get("options") == asked:
@@ -277,7 +278,7 @@ def run(options: Findings, command: Sequence[str]) -> None:
             [*measured(options, crossed() if crossing else published(), () if crossing else _ORACLES)], -1
         )
         content = io.BytesIO()
-        np.savez_compressed(content, kl=kl.astype(np.float32), options=asked, command=" ".join(command))
+        np.savez_compressed(content, kl=kl.astype(np.float32), options=asked)
         write_bytes(stored, content.getvalue())
     text, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
     write_figure(options.output / f"{stem}.png", figure)
@@ -297,7 +298,7 @@ def main(argv: Sequence[str]) -> None:
     with plain_errors():
         argv = read_cache_option(argv)
         options = tyro.cli(Findings, args=argv, prog="experiments/findings.py", description=__doc__)
-        run(options, [sys.executable, *sys.argv])
+        run(options)
 
 
 if __name__ == "__main__":

@@ -264,7 +264,8 @@ def plot(rows: Sequence[Row]) -> Figure:
     """Every claim's difference with its interval, a panel a part, a mark a model; filled where the word is not open."""
     every = [*dict.fromkeys(row[0] for row in rows)][::-1]
     parts, names = [*dict.fromkeys(row[2] for row in rows)], [*dict.fromkeys(row[1] for row in rows)]
-    figure, (grid,) = canvas(len(parts), width=4.4, height=0.42 * len(every) + 1.5, sharey=True)
+    width = 4.4 + 6.0 / len(parts)  # names of claims, and of models, stand aside
+    figure, (grid,) = canvas(len(parts), width=width, height=0.42 * len(every) + 1.5, sharey=True)
     for axes, part in zip(grid, parts, strict=True):
         axes.axvline(0, color="0.4", linewidth=1)
         for row in rows:
@@ -289,7 +290,7 @@ def plot(rows: Sequence[Row]) -> Figure:
             range(len(every)), [f"{PAPERS[c.paper].split()[0]}: {c.says}" for c in every], fontsize="x-small"
         )
         axes.set_ylim(-0.7, len(every) - 0.3)
-    grid[-1].legend(fontsize="x-small", loc="lower right")
+    grid[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return message(figure, "The papers' claims on models that run here", "right of 0: as claimed; hollow: undecided")
 
 
