@@ -325,6 +325,8 @@ def _run_together(same: Sequence[_Engine], batch_size: int, todo: "_Todo", bar: 
     lacking = {id(p) for method, budget, _ in same for p in todo.missing(method, budget, shape.prompts)}
     prompts = [p for p in shape.prompts if id(p) in lacking]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    if not batches:
+        return
     each, compiled = [engine for _, _, engine in same], set[int]()
     for held, full in read_once(each, batches) if each[0].stored else [(batches, [None] * len(batches))]:
         for i, (method, budget, engine) in enumerate(same):

@@ -277,6 +277,17 @@ def test_prompts_read_in_blocks(read_each, tmp_path):
         run.main(["--config", "fastgen.py", *options])
 
 
+def test_a_task_that_is_complete_for_a_policy_is_not_asked_again(made, tmp_path):
+    """Where tasks have programs of their own, since their answers are of other lengths."""
+    arguments = [*SHORT, "--tasks", "key_value", "perplexity", "--output", str(tmp_path)]
+    run.main(arguments)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_text("".join(x for x in lines if '"key_value"' in x))
+    run.main(arguments)
+    again = (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)
+    assert sorted(again) == sorted(lines)
+
+
 def test_an_interruption_says_what_is_stored_and_how_to_go_on(made, tmp_path, capsys, monkeypatch):
     def interrupted(self, batch, *shown, work=Made.run):
         if batch[0].example.index == 2:
