@@ -1,8 +1,12 @@
 """The contract stays as small as it is said to be."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests import contract
+from tests.runs import ROOT
 
 LIMITS = {
     "members of Policy": 14,
@@ -17,6 +21,9 @@ def test_the_contract_stays_small(name):
 
 
 def test_generating_enters_few_functions():
-    entered = contract.calls()
+    """In a process of its own, whose state no other test has changed."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.contract"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    entered = {name.strip(): int(number) for number, name in (line.strip().split(" ", 1) for line in said.splitlines())}
     assert entered["functions that generate enters"] <= 120
     assert entered["functions that it enters again"] <= 65
