@@ -152,7 +152,7 @@ def measured(options: Findings, policies: Mapping[Any, Make], oracles: Sequence[
 
 
 def shares(means: Float[np.ndarray, "S P D"]) -> dict[str, float]:
-    """The share of the variance between cells that each factor alone explains, and what they explain together.
+    """The share of the variance between cells that each factor alone explains, and that of their interactions.
 
     Sums of squares of a balanced design with a number a cell: main effects of `FACTORS`, and the interactions.
     """
@@ -162,7 +162,7 @@ def shares(means: Float[np.ndarray, "S P D"]) -> dict[str, float]:
         others = tuple(a for a in range(3) if a != axis)
         effect = means.mean(others) - means.mean()
         found[name] = float((effect**2).sum() * means.size / means.shape[axis] / total)
-    return found | {"together": 1 - sum(found.values())}
+    return found | {"interactions": 1 - sum(found.values())}
 
 
 def explained(kl: Divergences, draws: int = 1000) -> dict[str, tuple[float, float, float]]:

@@ -24,7 +24,9 @@ def test_variance_that_each_factor_explains():
     cells = [*itertools.product(*map(range, SIZES))]
     design = np.array([[1.0, *(cell[axis] == k for axis in range(3) for k in range(SIZES[axis]))] for cell in cells])
     left = noisy.ravel() - design @ np.linalg.lstsq(design, noisy.ravel(), rcond=None)[0]
-    assert findings.shares(noisy)["together"] == pytest.approx((left**2).sum() / ((noisy - noisy.mean()) ** 2).sum())
+    assert findings.shares(noisy)["interactions"] == pytest.approx(
+        (left**2).sum() / ((noisy - noisy.mean()) ** 2).sum()
+    )
 
 
 def test_the_best_method_beside_the_best_mask():
