@@ -19,6 +19,7 @@ from kvjax.contract import (
     Slots,
     value,
 )
+from kvjax.decide.linalg import of_each
 from kvjax.decide.select import best
 from kvjax.storage import take
 
@@ -112,11 +113,11 @@ class Match(Rewrite):
         beta = jnp.zeros(live.shape)
         if self.weights:
             e = jnp.where((mass > 0)[..., None], jnp.exp(x - most[..., None]), 0.0)
-            beta = jnp.log(jax.vmap(jax.vmap(self._fit))(e, mass))
+            beta = jnp.log(of_each(self._fit, e, mass))
         v = take(kv.v, index).astype(jnp.float32)
         if self.values:
             p = jnp.where((mass > 0)[..., None], jax.nn.softmax(x + beta[:, :, None], axis=-1), 0.0)
-            v = jax.vmap(jax.vmap(lambda a, b: jnp.linalg.lstsq(a, b)[0]))(p, out)
+            v = of_each(lambda a, b: jnp.linalg.lstsq(a, b)[0], p, out)
         at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(live, index, S)
         lay = lambda old, new: old.at[at].set(new.astype(old.dtype), mode="drop")
         return dataclasses.replace(decision, v=lay(kv.v, v), log_weight=lay(jnp.zeros((B, K, S)), beta))

@@ -22,6 +22,7 @@ from kvjax.contract import (
     data,
     value,
 )
+from kvjax.decide.linalg import of_each
 from kvjax.observe import ChunkAttention, FutureQueries, UnrotatedKeys
 from kvjax.pallas_kernels import Columns, attention
 from kvjax.storage import in_order
@@ -228,7 +229,9 @@ class Capacity(Score):
         most = jnp.maximum(cosine.max(-1, keepdims=True), -1.0)  # -inf where no token may be evicted
         weight = jnp.where(among, jnp.exp(self.tau * (cosine - most)), 0.0)
         # By eigenvalues: a Cholesky factor would lose the identity where values are large.
-        size, axes = jnp.linalg.eigh(jnp.einsum("bkgs,bksh,bksj->bkghj", weight + self.eps, v, v))
+        gram = jnp.einsum("bkgs,bksh,bksj->bkghj", weight + self.eps, v, v)
+        size, axes = of_each(jnp.linalg.eigh, gram.reshape(gram.shape[0], -1, *gram.shape[3:]))
+        size, axes = size.reshape(gram.shape[:-1]), axes.reshape(gram.shape)
         along = jnp.square(jnp.einsum("bksh,bkghj->bkgsj", v, axes))
         return (weight * (along / (1 + jnp.maximum(size, 0.0))[:, :, :, None]).sum(-1)).mean(2)
 
@@ -304,7 +307,7 @@ class Leverage(Score):
             sketches = jax.vmap(lambda key: jax.vmap(lambda head: drawn(key, head))(jnp.arange(K)))(ctx.keys)
             x = jnp.einsum("bksh,bkhm->bksm", x, sketches)
         gram = jnp.einsum("bksm,bksn->bkmn", x, x) + self.ridge * jnp.eye(x.shape[-1])[None, None]
-        return jnp.maximum(jnp.einsum("bksm,bkms->bks", x, jnp.linalg.solve(gram, x.swapaxes(2, 3))), 0.0)
+        return jnp.maximum(jnp.einsum("bksm,bkms->bks", x, of_each(jnp.linalg.solve, gram, x.swapaxes(2, 3))), 0.0)
 
 
 # ------------------------------------------------------------------------------------------------ given numbers
