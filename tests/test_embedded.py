@@ -103,14 +103,14 @@ def exact_match(name, policy, length, per_task):
     (model, params), tokenizer = models.load(INCLUDED[name]), models.load_tokenizer(INCLUDED[name])
     task = Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, (tokenizer.bos_token_id,), length, 0)
     examples = [TASKS[name](task, i + 40) for name in RETRIEVAL for i in range(per_task)]
-    (shape,) = shapes(prompt for e in examples for prompt in prompts_of(e, "in_prompt"))
-    engine = Engine(model, params, policy, shape, batch_size=per_task, tokenizer=tokenizer)
-    engine.compile()
     scores = {name: [] for name in RETRIEVAL}
-    for i in range(0, len(shape.prompts), per_task):
-        batch = shape.prompts[i : i + per_task]
-        for prompt, (line,) in zip(batch, engine.run(batch)[0], strict=True):
-            scores[prompt.example.task].append(line["score"])
+    for shape in shapes(prompt for e in examples for prompt in prompts_of(e, "in_prompt")):
+        engine = Engine(model, params, policy, shape, batch_size=per_task, tokenizer=tokenizer)
+        engine.compile()
+        for i in range(0, len(shape.prompts), per_task):
+            batch = shape.prompts[i : i + per_task]
+            for prompt, (line,) in zip(batch, engine.run(batch)[0], strict=True):
+                scores[prompt.example.task].append(line["score"])
     return {name: np.mean(found) for name, found in scores.items()}
 
 
