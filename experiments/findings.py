@@ -8,7 +8,7 @@ measured is how far the model's next-token distribution diverges from the full c
 `what_decides` crosses scores, tokens that always stay and divisions of the budget, and says what share of the variance
 of log divergences, between means over prompts, each of them explains. `to_hindsight` sets published methods beside the
 masks that keep what the continuation attends to most. Written to `results/findings/`: a page, its picture, and
-`NAME-MODEL.npz`, the divergences of every policy, budget and prompt, which are not made again for the same options.
+`NAME-MODEL.npz`, the divergences of every policy, budget and prompt, to which batches of prompts are added as they end.
 """
 
 import importlib
@@ -119,8 +119,10 @@ def published() -> dict[tuple[str], Make]:
     return {(name,): make for name, make in found.items()}
 
 
-def measured(options: Findings, policies: Mapping[Any, Make], oracles: Sequence[Any]) -> Iterator[Divergences]:
-    """Divergences of every policy and budget, batch by batch; the oracles' last."""
+def measured(
+    options: Findings, policies: Mapping[Any, Make], oracles: Sequence[Any], first: int = 0
+) -> Iterator[Divergences]:
+    """Divergences of every policy and budget, batch by batch from a prompt on; the oracles' last."""
     source = included(options.model)
     model, params = models.load(source, dtype=options.dtype)
     tokenizer, size = (
@@ -133,7 +135,7 @@ def measured(options: Findings, policies: Mapping[Any, Make], oracles: Sequence[
         else prompts.from_file(tokenizer, options.text, **size)
     )
     named = {", ".join(name): make for name, make in policies.items()}
-    for i in tqdm(range(0, len(ids), options.batch_size), unit="batch"):
+    for i in tqdm(range(first, len(ids), options.batch_size), unit="batch"):
         batch = ids[i : i + options.batch_size]
         cut = batch[:, : options.length], batch[:, options.length :]
         key = jax.random.fold_in(jax.random.key(0), i)
@@ -269,28 +271,29 @@ def run(options: Findings) -> None:
     sizes = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
     stored, asked = options.output / f"{stem}.npz", json.dumps(sizes, default=str)
     crossing = options.name == "what_decides"
-    there = _stored(stored)
-    if there.get("options") == asked:
+    kl = _stored(stored, asked)
+    if len(kl) and kl.shape[-1] == options.prompts:
         print(f"{stored} is complete")
-        kl = there["kl"]
     else:
-        kl = np.concatenate(
-            [*measured(options, crossed() if crossing else published(), () if crossing else _ORACLES)], -1
-        )
-        content = io.BytesIO()
-        np.savez_compressed(content, kl=kl.astype(np.float32), options=asked)
-        write_bytes(stored, content.getvalue())
+        policies, oracles = (crossed(), ()) if crossing else (published(), _ORACLES)
+        for found in measured(options, policies, oracles, kl.shape[-1]):
+            kl = np.concatenate([kl, found], -1) if len(kl) else found
+            content = io.BytesIO()
+            np.savez_compressed(content, kl=kl.astype(np.float32), options=asked)
+            write_bytes(stored, content.getvalue())
     text, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
     write_figure(options.output / f"{stem}.png", figure)
     write_bytes(options.output / f"{stem}.md", "\n".join(text).replace("FILE", stem).encode())
     print(f"written to {options.output}")
 
 
-def _stored(file: pathlib.Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    with np.load(file) as data:
-        return {"kl": data["kl"], "options": str(data["options"])}
+def _stored(file: pathlib.Path, asked: str) -> Divergences:
+    """The divergences of the prompts that have been measured for these options; of none if there are others."""
+    if file.exists():
+        with np.load(file) as data:
+            if str(data["options"]) == asked:
+                return data["kl"].astype(float)
+    return np.zeros((0, 0, 0))
 
 
 def main(argv: Sequence[str]) -> None:
