@@ -3,6 +3,7 @@
     python experiments/board.py --model smollm2-135m-instruct
     python experiments/board.py --model varied --methods snapkv h2o --bytes 0.25 --examples 8
     python experiments/board.py --protect 4 16
+    python experiments/board.py --policy my.py:make
 
 A method's budget is the largest whose keys and values, with room for the longest answer of the part, take no more than
 a share of the full cache's bytes. A prompt is read once for all methods and budgets. Each part is a run of the main job
@@ -54,6 +55,7 @@ class Part:
       others: tasks of all other models.
       protocol: when a question is read.
       answer: tokens of an answer, at most, where a task allows more.
+      beside_full: whether answers are judged by how alike they are to the full cache's (words, by difflib).
     """
 
     title: str
@@ -61,6 +63,7 @@ class Part:
     others: tuple[str, ...]
     protocol: Protocol = "in_prompt"
     answer: int = 16
+    beside_full: bool = False
 
 
 _ONE = ("single_needle", "several_needles", "key_value"), ("niah_single_2", "niah_multikey_1")
@@ -69,6 +72,7 @@ PARTS: Final = {
     "after_compression": Part("one value, asked after compression", *_ONE, "after_compression"),
     "several_values": Part("several values, asked in the prompt", ("multi_query",), ("niah_multivalue",), answer=48),
     "perplexity": Part("the next 64 tokens", ("perplexity",), ("perplexity",)),
+    "continuation": Part("48 tokens as the full cache writes", *2 * (("continuation",),), answer=48, beside_full=True),
 }
 
 
@@ -79,6 +83,7 @@ class Board:
     Attributes:
       model: "embedded" or "varied" for a model that comes with the project, or a checkpoint.
       methods: configs; if not given, all that can be made for the model.
+      policy: methods of one's own beside them, path.py:make each; make(budget) returns a policy.
       bytes: shares of the full cache's bytes.
       parts: what is asked.
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
@@ -93,6 +98,7 @@ class Board:
 
     model: str = "embedded"
     methods: tuple[str, ...] = ()
+    policy: tuple[str, ...] = ()
     bytes: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625)
     parts: tuple[str, ...] = tuple(PARTS)
     protect: tuple[int, int] | None = None
@@ -163,8 +169,8 @@ def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Sh
     return budget if budget and taken(budget) is not None else None
 
 
-def experiment_of(board: Board, part: Part) -> Experiment:
-    """All methods of a part, their policies labelled by the share of bytes that was asked for."""
+def experiment_of(board: Board, part: Part, own: str | None = None) -> Experiment:
+    """All methods of a part, or one's own, their policies labelled by the share of bytes that was asked for."""
     setup = board.setup(part)
     config, tokenizer = models.load(setup.source, dtype=setup.dtype)[0].config, models.load_tokenizer(setup.source)
     prompts, _ = build(setup, find_builders(setup), tokenizer, config)
@@ -172,8 +178,7 @@ def experiment_of(board: Board, part: Part) -> Experiment:
     first, last = board.protect or (0, 0)
     guard = lambda p: p if board.protect is None else kvjax.protect(p, sinks=first, recent=last)
     beside = []
-    for name in board.methods or configs.available():
-        get_config = configs.find(name)[1]
+    for name, get_config in [job.config_of(own)] if own else map(configs.find, board.methods or configs.available()):
         try:
             made = get_config(setup=setup)
             policies = tuple((label, guard(policy)) for label, policy in made.policies)
@@ -182,7 +187,7 @@ def experiment_of(board: Board, part: Part) -> Experiment:
                 each = [(share, budget_for(make, config, share, largest)) for share in board.bytes]
                 policies = tuple((f"bytes-{share:g}", make(budget)) for share, budget in each if budget is not None)
         except ValueError as e:  # what has to be found of the model before, or no token that could be protected
-            if board.methods:
+            if board.methods or own:
                 raise
             print(f"without {name}: {e}")
             continue
@@ -247,11 +252,12 @@ def _name(number: Number) -> str:
     return number["method"] if plain else f"{number['method']} {number['budget']}"
 
 
-def read(part: Part, directory: pathlib.Path) -> tuple[Found, Any]:
-    """What a finished run has found, and its rows as pandas' DataFrame."""
+def read(part: Part, directories: Sequence[pathlib.Path]) -> tuple[Found, Any]:
+    """What finished runs have found, and their rows as pandas' DataFrame."""
     from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
 
-    lines = sources.read([directory]).lines
+    lines = sources.read(directories).lines
+    lines = table.beside_full(lines) if part.beside_full else lines
     every, rows = table.records(table.numbers(lines)), table.examples(lines).sort_values(["task", "index"])
     averages = [n for n in every if n["task"] == table.AVERAGE]
     each = rows.groupby(["method", "budget"], sort=False)
@@ -423,10 +429,14 @@ def run(board: Board, command: list[str]) -> None:
     check_output(board.directory / "heat.png")
     shares, parts, rows = sorted(board.bytes, reverse=True), dict[str, Found](), []
     for name in board.parts:
-        directory = board.directory / "runs" / name
-        job.run(experiment_of(board, PARTS[name]), directory, command)
-        parts[name], own = read(PARTS[name], directory)
-        rows.append(own.assign(part=name))
+        runs = {board.directory / "runs" / name: experiment_of(board, PARTS[name])}
+        for own in board.policy:  # runs of their own, so that what has run does not run again
+            experiment = experiment_of(board, PARTS[name], own)
+            runs[board.directory / "runs" / f"{name}-{experiment.beside[0].name}"] = experiment
+        for directory, experiment in runs.items():
+            job.run(experiment, directory, command)
+        parts[name], found = read(PARTS[name], [*runs])
+        rows.append(found.assign(part=name))
     write_figure(board.directory / "heat.png", heat(parts, shares))
     write_figure(board.directory / "curves.png", curves(parts, shares))
     content = pd.concat(rows).to_csv(index=False, float_format="%.6g").encode()

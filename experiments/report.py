@@ -2,11 +2,10 @@
 
     python experiments/report.py results/*
     python experiments/report.py results/snapkv results/h2o lm_eval_output --output results/report
-    python experiments/report.py results/mine --with experiments/leaderboard
 
 Reads runs of `experiments/run.py`, of lm-eval (`--output_path`, with `--log_samples` for rows and comparisons) and of
 `experiments/reproduce.py`, and writes `report.html`, one file that needs no network, `report.md`, and `cells.csv`, a
-row a number. Of runs that all have one setup it writes the pictures too, and `leaderboard.json`, which `--with` reads.
+row a number. Of runs that all have one setup it writes the pictures too.
 Pages link to the runs by relative paths: keep them where they are beside each other.
 """
 
@@ -22,20 +21,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
+from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.locks import alone_in
 from kvjax.models.written import write_bytes
 
-_PAGE, _TEXT, _NUMBERS, _BOARD = "report.html", "report.md", "cells.csv", "leaderboard.json"
+_PAGE, _TEXT, _NUMBERS = "report.html", "report.md", "cells.csv"
 
 
-def write(
-    directories: Sequence[pathlib.Path],
-    output: pathlib.Path,
-    command: str,
-    samples: int = 3,
-    leaderboards: Sequence[pathlib.Path] = (),
-) -> Any:
+def write(directories: Sequence[pathlib.Path], output: pathlib.Path, command: str, samples: int = 3) -> Any:
     """Writes the page of everything that directories hold, and says what was left out.
 
     Args:
@@ -43,26 +36,21 @@ def write(
       output: where the files go; made if absent.
       command: what the page says that it was made by.
       samples: lines of every number that are within the page, at most.
-      leaderboards: directories with a `leaderboard.json`, whose numbers stand beside those of runs, without lines.
 
     Returns:
       The numbers, a row each of pandas' DataFrame, as `table.numbers` makes them.
 
     Raises:
-      ValueError: a directory that does not exist, none with a finished run, a leaderboard that no run can be compared
-        with or that is where the files go, or a file in the way that is no report.
+      ValueError: a directory that does not exist, none with a finished run, or a file in the way that is no report.
     """
-    from kvjax.experiments.core import leaderboards as boards
     from kvjax.experiments.core import page, page_markdown, pictures, sources, table
 
     for path in (output / _PAGE, output / _TEXT):
         check_output(path)
         if path.exists() and page.MARK.encode() not in path.read_bytes()[:1000]:
             raise ValueError(f"{path} is there and was not made by experiments/report.py; choose another --output")
-    if any(output.resolve() == board.resolve() for board in leaderboards):
-        raise ValueError(f"--output {output} holds a leaderboard that stands beside the runs; choose another --output")
     found = sources.read(directories, output)
-    numbers = boards.beside(table.with_given(table.numbers(found.lines), found.numbers), found, leaderboards)
+    numbers = table.with_given(table.numbers(found.lines), found.numbers)
     shown = page.views(numbers, found)
     figures = [pictures.drawn(view, found) for view in shown]
     named = pictures.files(figures[0]) if len(figures) == 1 else {}
@@ -76,12 +64,9 @@ def write(
                 write_figure(output / f"{name}.png", named[name], dpi=150 if len(named[name].axes) == 1 else 100)
             else:
                 (output / f"{name}.png").unlink(missing_ok=True)
-        (output / _BOARD).unlink(missing_ok=True)  # never beside what it is not about
         write_bytes(output / _TEXT, page_markdown.text(shown, found, output, command).encode())
         write_bytes(output / _NUMBERS, numbers.assign(runs=numbers["runs"].map(", ".join)).to_csv(index=False).encode())
         write_bytes(output / _PAGE, html.encode())
-        if board := boards.stored(numbers, found):
-            write_json(output / _BOARD, board)
     return numbers
 
 
@@ -90,11 +75,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="experiments/report.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("runs", nargs="*", type=pathlib.Path, help="results directories")
-    parser.add_argument(
-        "--with", nargs="+", default=(), type=pathlib.Path, metavar="DIR", dest="leaderboards",
-        help="directories with a leaderboard.json, such as experiments/leaderboard",
-    )  # fmt: skip
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="results directories")
     parser.add_argument(
         "--output", type=pathlib.Path, default=pathlib.Path("results/report"), metavar="DIR",
         help="directory for report.html, report.md and cells.csv; results/report by default",
@@ -106,10 +87,8 @@ def main(argv: Sequence[str]) -> None:
         own = parser.parse_args(argv)
         if own.samples < 0:
             raise ValueError(f"--samples {own.samples} must be at least 0")
-        if not own.runs and not own.leaderboards:
-            raise ValueError("give results directories, or leaderboards by --with")
         command = f"python experiments/report.py {shlex.join(argv)}"
-        numbers = write(own.runs, own.output, command, own.samples, own.leaderboards)
+        numbers = write(own.runs, own.output, command, own.samples)
         print(f"{len(numbers)} numbers written to {own.output / _PAGE}")
 
 

@@ -116,17 +116,26 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
 
 
 def _config_of(own: argparse.Namespace, script: str) -> tuple[str, Callable[..., Any]]:
-    """The name and the `get_config` of --config, or of --policy, whose only parameters are budgets and the setup."""
+    """The name and the `get_config` of --config or of --policy."""
     if getattr(own, "policy", None) is None:
         return configs.find(own.config, script)
     if own.config is not None:
         raise ValueError("--config and --policy each say what to run; give one of them")
-    make = loading.function(own.policy)
+    return config_of(own.policy)
+
+
+def config_of(policy: str) -> tuple[str, Callable[..., Any]]:
+    """The name and a `get_config` of "path.py:make", whose only parameters are budgets and the setup.
+
+    Raises:
+      ValueError: no such function, or one that is not called as make(budget).
+    """
+    make = loading.function(policy)
     try:
         inspect.signature(make).bind(BUDGETS[0])
     except (TypeError, ValueError) as e:
-        raise ValueError(f"{own.policy} is not called as make(budget): {e}") from e
-    file, _, made_by = own.policy.rpartition(":")
+        raise ValueError(f"{policy} is not called as make(budget): {e}") from e
+    file, _, made_by = policy.rpartition(":")
     name = f"{pathlib.Path(file).stem}.{made_by}"
 
     def get_config(budget: tuple[Budget, ...] = BUDGETS, setup: Common = Setup()) -> Experiment:
@@ -138,7 +147,7 @@ def _config_of(own: argparse.Namespace, script: str) -> tuple[str, Callable[...,
         """
         made = sweep(make, budget)
         if wrong := [p for _, p in made if not isinstance(p, kvjax.Policy)]:
-            raise ValueError(f"{own.policy} returns {wrong[0]!r:.60}, which is no policy")
+            raise ValueError(f"{policy} returns {wrong[0]!r:.60}, which is no policy")
         return Experiment(name, made, setup)
 
     return name, get_config

@@ -118,7 +118,8 @@ def test_what_cannot_be_run_is_refused(given, message):
 
 @pytest.mark.slow
 def test_a_board_is_written_and_goes_on(tmp_path, capsys):
-    command = ["--methods", "window", "h2o", "--bytes", "0.5", "--examples", "1", "--length", "320"]
+    parts = ["in_prompt", "after_compression", "perplexity", "continuation"]
+    command = ["--methods", "window", "h2o", "--bytes", "0.5", "--examples", "1", "--length", "320", "--parts", *parts]
     board.main([*command, "--output", str(tmp_path)])
     text = (tmp_path / "board.md").read_text()
     assert "## One value, asked after compression, 50 % of the bytes" in text
@@ -126,6 +127,11 @@ def test_a_board_is_written_and_goes_on(tmp_path, capsys):
     assert min((tmp_path / name).stat().st_size for name in ("heat.png", "curves.png")) > 10_000
     rows = gzip.decompress((tmp_path / "scores.csv.gz").read_bytes()).decode().splitlines()
     assert len(rows) == 1 + 3 * (3 + 3 + 1 + 1)
+    file = tmp_path / "mine.py"
+    file.write_text("import kvjax\n\n\ndef make(budget):\n    return kvjax.methods.streaming_llm(budget)\n")
     capsys.readouterr()
-    board.main([*command, "--output", str(tmp_path)])
-    assert capsys.readouterr().out.count("is complete") == 4
+    board.main([*command[: -len(parts)], "continuation", "--policy", f"{file}:make", "--output", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "is complete" in said
+    assert "full@1.0: 1 lines are taken over" in said
+    assert "| mine.make |" in (tmp_path / "board.md").read_text()

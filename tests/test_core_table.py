@@ -47,6 +47,15 @@ def test_outputs_beside_the_full_caches():
     assert {v for v in table.agreement(equal, ["exact_match", "f1"]).iloc[0] if isinstance(v, float)} == {1.0}
 
 
+def test_answers_are_judged_by_those_of_the_full_cache():
+    full = FULL[:2]
+    found = table.beside_full(table.lines([*full, answer("h2o", 0, "one two four"), answer("h2o", 1, "")]))
+    assert found["score"].tolist() == pytest.approx([1, 1, 2 * 3 / (4 + 3), 1])
+    assert found["output"].tolist() == [*(line["output"] for line in full), "one two four", ""]
+    with pytest.raises(ValueError, match="without one of the full cache beside it"):
+        table.beside_full(table.lines([*full, answer("h2o", 7, "one")]))
+
+
 def test_rows_of_one_context_count_as_one():
     rows = [answer(m, i, "one", context="x") for m in ("full", "h2o") for i in range(20)]
     (row,) = table.means(table.agreement(table.lines(rows))).to_dict("records")

@@ -1,5 +1,6 @@
 """Numbers of committed pages, three of each drawn at random, made again from the committed records by plain code."""
 
+import collections
 import csv
 import gzip
 import json
@@ -11,6 +12,7 @@ import tomllib
 import numpy as np
 import pytest
 
+from kvjax.experiments.board import PARTS
 from tests.runs import ROOT
 
 STORED = ROOT / "experiments" / "bench_results"
@@ -68,6 +70,29 @@ def test_claims_are_what_the_records_say():
         assert abs(mean - wanted) <= 0.0501, (says, model, measured)
         assert low <= mean <= high
         assert {"holds": low > 0, "reversed": high < 0, "undecided": True}[word]
+
+
+@pytest.mark.parametrize("folder", sorted((STORED / "board").iterdir()), ids=lambda f: f.name)
+def test_boards_are_what_the_records_say(folder):
+    titles = {part.title: name for name, part in PARTS.items()}
+    of = collections.defaultdict(lambda: collections.defaultdict(list))
+    for x in records(folder):
+        of[x["part"], x["method"], x["budget"]][x["task"]].append(float(x["value"]))
+    rows, part, share = [], "", ""
+    for line in (folder / "board.md").read_text().splitlines():
+        if line.startswith("## "):
+            title, _, at = line.removeprefix("## ").rpartition(", ")
+            part, share = titles[title[0].lower() + title[1:]], at.removesuffix(" % of the bytes")
+        elif line.startswith("| ") and not line.startswith("| method |"):
+            rows.append((part, share, *(x.strip() for x in line.strip("| ").split(" | "))))
+    for part, share, name, shown, *_ in random.sample(rows, 3):
+        asked = part, name, f"bytes-{float(share) / 100:g}" if share[0].isdigit() else ""  # the last tables have none
+        own = of.get(asked) or of[(part, "full", "1.0") if name == "full" else (part, *name.split(" ", 1))]
+        mean = statistics.mean(statistics.mean(values) for values in own.values())
+        wanted = math.exp(mean) if part == "perplexity" else 100 * mean
+        value, low, high = (float(x) for x in shown.replace("[", "").replace("]", "").replace(",", "").split())
+        assert abs(value - wanted) <= 0.0501, (part, share, name)
+        assert low <= value <= high
 
 
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("to_hindsight-*.npz")), ids=lambda f: f.stem)

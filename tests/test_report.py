@@ -1,6 +1,5 @@
 """The page of results: what it shows of runs, of lm-eval's files and of papers' tables, and what it refuses."""
 
-import dataclasses
 import html.parser
 import json
 import pathlib
@@ -13,13 +12,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvjax import models
-from kvjax.configs.experiment import Setup
 from kvjax.experiments import report
-from kvjax.experiments.core import leaderboards, markdown, page, pictures, sources, table
-from kvjax.experiments.core.setup import described, find_builders
-from tests.made_runs import TASKS, make_lm_eval, make_paper, make_run
-from tests.runs import ROOT, interrupt
+from kvjax.experiments.core import markdown, page, pictures, sources, table
+from tests.made_runs import make_lm_eval, make_paper, make_run
 
 
 class Page(html.parser.HTMLParser):
@@ -220,7 +215,6 @@ def test_what_is_no_finished_run_is_named_and_the_rest_is_shown(made, results, c
         (["empty"], "", "no finished run among the directories given(.|\n)*empty"),
         (["old"], "", "no finished run among the directories given(.|\n)*results of an older kvjax"),
         (["snapkv"], "mine", ".*report.md is there and was not made by experiments/report.py"),
-        ([], "", "give results directories, or leaderboards by --with"),
     ],
 )
 def test_errors(results, tmp_path, runs, existing, message):
@@ -271,93 +265,3 @@ def test_policies_of_one_name_that_differ_are_told_apart_and_shards_are_one_run(
     pd.testing.assert_frame_equal(whole.drop(columns="runs"), sharded.drop(columns="runs"), rtol=1e-14)
     missing = report.write(parts[:2], tmp_path / "page", "")
     assert {*missing[missing["task"] != "average"]["n"]} == {6}
-
-
-# --- leaderboards ---
-
-
-@pytest.fixture
-def board(undrawn, tmp_path):
-    """A run, and the page of one more method, whose numbers another can stand beside."""
-    make_run(tmp_path / "run", rows=2)
-    make_run(tmp_path / "theirs", ["h2o"], rows=2)
-    report.write([tmp_path / "theirs"], tmp_path / "board", "")
-    return tmp_path / "board" / sources.LEADERBOARD
-
-
-def change(path, how):
-    content = json.loads(path.read_text())
-    how(content)
-    path.write_text(json.dumps(content))
-
-
-def test_numbers_of_a_leaderboard_stand_beside_a_run_without_lines(board, tmp_path, capsys):
-    run, page = tmp_path / "run", tmp_path / "page"
-    numbers = report.write([run], page, "", leaderboards=[board.parent])
-    given = numbers[numbers["n"] == 2]
-    assert {*numbers["setting"]} == {numbers["setting"][0]}
-    board_only = numbers[[runs == ("board",) for runs in numbers["runs"]]]
-    assert {*zip(board_only["method"], board_only["task"], strict=True)} == {("h2o", t) for t in (*TASKS, "average")}
-    assert board_only["p"].isna().all()
-    assert len(given) == len(numbers) - sum(numbers["task"] == "average")
-    text = (page / "report.html").read_text()
-    assert "commit 0123456789ab" in text
-    assert "h2o(window_size=16)" in text
-    report.main([str(run), str(board.parent), "--output", str(page)])
-    assert "a leaderboard without lines; give it by --with" in capsys.readouterr().err
-
-    def another(content):
-        content["rows"] = [row for row in content["rows"] if row["method"] != "full"]
-        for row in content["rows"]:
-            row |= {"method": "snapkv", "live_tokens": 7.0}
-        content["setup"]["tasks"] = content["setup"].pop("tasks")
-        content["setup"].pop("block")  # as of a run that was made before there was such an option
-
-    change(board, another)
-    numbers = report.write([run], page, "", leaderboards=[board.parent])
-    assert {*numbers["method"]} == {"full", "snapkv", "snapkv (board)"}
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (lambda c: c["setup"].update(checkpoint="xyz"), "cannot be compared with run: checkpoint='xyz' against 'abc'"),
-        (lambda c: c["setup"].update(compress="decode"), "compress='decode' against 'both'"),
-        (lambda c: c["setup"]["tasks"]["key_value"].update(examples=9), "tasks.key_value.examples=9 against 2"),
-        (lambda c: c["setup"].update(tasks={"vt": {}}), "tasks='vt' against 'single_needle, key_value, perplexity'"),
-        (lambda c: c["rows"][1].update(live_tokens=7.0), "prompts of .* have 7 tokens on average against 100"),
-        (lambda c: c["rows"][0].pop("low"), "leaderboard.json is broken .*is not what report.py writes"),
-        (lambda c: c.pop("setup"), "leaderboard.json is broken .*KeyError: 'setup'"),
-    ],
-)
-def test_leaderboards_of_another_setup_or_task_are_refused(board, tmp_path, how, message):
-    change(board, how)
-    with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        report.main([str(tmp_path / "run"), "--with", str(board.parent), "--output", str(tmp_path / "page")])
-
-
-def test_a_leaderboard_stands_alone_and_is_written_as_it_was(board, tmp_path):
-    first = report.write([], tmp_path / "page", "", leaderboards=[board.parent])
-    assert {*first["method"]} == {"full", "h2o"}
-    assert json.loads((tmp_path / "page" / board.name).read_text()) == json.loads(board.read_text())
-    for given, message in (
-        ([tmp_path / "run"], "--with .*there is no leaderboard.json"),
-        ([board.parent], "--output .*board holds a leaderboard that stands beside the runs"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            report.write([tmp_path / "run"], board.parent, "", leaderboards=given)
-
-
-def test_a_page_that_is_cut_off_leaves_no_leaderboard_of_an_earlier_one(board, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "write_bytes", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        report.write([tmp_path / "run"], board.parent, "")
-    assert not board.exists()
-
-
-def test_the_leaderboard_that_comes_along_can_be_joined():
-    stored = json.loads((ROOT / "experiments" / "leaderboard" / sources.LEADERBOARD).read_text())["setup"]
-    setup = Setup(examples=24)
-    tasks = described(setup, find_builders(setup))
-    now = dataclasses.asdict(setup) | {"checkpoint": models.fingerprint(setup.source), **tasks}
-    assert leaderboards.differences(stored, now) == []

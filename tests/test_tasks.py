@@ -14,7 +14,12 @@ from kvjax.experiments import corpus, tasks
 from kvjax.experiments.tasks import Task, ruler
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
 from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
-from kvjax.experiments.tasks.perplexity import evicted_perplexity, sliding_perplexity, streaming_perplexity
+from kvjax.experiments.tasks.perplexity import (
+    continuation,
+    evicted_perplexity,
+    sliding_perplexity,
+    streaming_perplexity,
+)
 from kvjax.experiments.tasks.rows import dialogue, reconstruction, summarise
 from kvjax.experiments.tasks.ruler import (
     COMMON,
@@ -334,6 +339,14 @@ def test_windows_and_documents_tile_the_text():
         assert read == ids[: 3 * (length - 1)]
     with pytest.raises(ValueError, match=rf"there are {(len(ids) - 100) // 50 + 1} examples of length 101"):
         sliding_perplexity(task(101, text=TEXT), 10**4)
+
+
+def test_a_continuation_is_judged_by_how_the_text_goes_on():
+    e = continuation(task(101, text=TEXT, tokenizer=TOKENIZER), 1, max_new_tokens=12)
+    ids = TOKENIZER.encode(TEXT)[100:200]
+    assert e.context[1:] == tuple(ids[:88])
+    assert e.questions[0].references == (TOKENIZER.decode(ids[88:]),)
+    assert e.questions[0].max_new_tokens == 12
 
 
 def test_documents_that_are_too_long_lose_their_middle():

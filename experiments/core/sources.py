@@ -1,4 +1,4 @@
-"""What directories of results hold, as lines and numbers of one form: runs, lm-eval's output, papers, leaderboards."""
+"""What directories of results hold, as lines and numbers of one form: runs, lm-eval's output, papers."""
 
 import collections
 import dataclasses
@@ -6,7 +6,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import pandas as pd
 
@@ -16,7 +16,6 @@ from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import read_bad, read_lines, read_manifest
 from kvjax.experiments.tasks import TASKS
 
-LEADERBOARD: Final = "leaderboard.json"
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
 _ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
 
@@ -106,11 +105,9 @@ def read(directories: Sequence[pathlib.Path], output: pathlib.Path | None = None
         if not take(directory):
             within = sorted(d for d in directory.iterdir() if d.is_dir() and not d.name.startswith("."))
             if not sum(map(take, within)) and not (output and output.resolve() == directory.resolve()):
-                board = (directory / LEADERBOARD).is_file()
-                why = "no finished run of run.py, of reproduce.py or of lm-eval"
-                skipped.append((directory, "a leaderboard without lines; give it by --with" if board else why))
+                skipped.append((directory, "no finished run of run.py, of reproduce.py or of lm-eval"))
     runs = [run for part in parts for run in part.runs]
-    if directories and not runs:
+    if not runs:
         reasons = "".join(f"\n  {path}: {why}" for path, why in skipped)
         raise ValueError(f"no finished run among the directories given; run experiments/run.py first{reasons}")
     lines, numbers = _without_repeats(parts), dict[tuple[Any, ...], dict[str, Any]]()

@@ -229,6 +229,23 @@ def agreement(found: pd.DataFrame, names: Sequence[str] = (), baseline: str = "f
     return _by_example(both, pd.DataFrame(values, columns=[*ALIKE, *names], dtype=float))
 
 
+def beside_full(found: pd.DataFrame) -> pd.DataFrame:
+    """Lines whose score is how alike their answer is to the full cache's: `edit_similarity` of `agreement`.
+
+    Args:
+      found: lines of one setting, a question an example.
+
+    Raises:
+      ValueError: an answer without one of the full cache beside it, and what `agreement` refuses.
+    """
+    row = [*NUMBER, "index"]
+    both = found.drop(columns="score").merge(agreement(found)[[*row, "edit_similarity"]], on=row, how="left")
+    score = both["edit_similarity"].where(~found["method"].map(is_full).to_numpy(), 1.0)
+    if score.isna().any():
+        raise ValueError("there is an answer without one of the full cache beside it; let it run with the others")
+    return both.drop(columns="edit_similarity").assign(score=score)
+
+
 def rescored(found: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Outputs by other metrics, against the references that they were scored against.
 

@@ -19,6 +19,7 @@ from kvjax.experiments.tasks.base import Tokens as Tokens
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
 from kvjax.experiments.tasks.needle import needle, needle_number
 from kvjax.experiments.tasks.perplexity import (
+    continuation,
     evicted_perplexity,
     perplexity,
     sliding_perplexity,
@@ -56,7 +57,7 @@ TASKS: dict[str, Builder] = {
         *(needle, needle_number, multi_turn, multi_turn_key_value),
         *(niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3),
         *(niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1, qa_2),
-        *(sliding_perplexity, streaming_perplexity, evicted_perplexity),
+        *(sliding_perplexity, streaming_perplexity, evicted_perplexity, continuation),
         *(summarise, reconstruction, dialogue),
     )
 }

@@ -1,4 +1,4 @@
-"""How well a compressed cache predicts text; tasks differ in what is read at once and what token by token.
+"""How well a compressed cache predicts and continues text; what is read at once, and what token by token.
 
 | task | read as a prompt, then evicted | scored, a token at a time | source |
 |---|---|---|---|
@@ -6,11 +6,14 @@
 | `sliding_perplexity` | a window's first half | its second half; windows overlap by half | fixed-length models |
 | `streaming_perplexity` | a quarter | all that follows, far past the budget | StreamingLLM, RoCo (Fig. 5) |
 | `evicted_perplexity` | all but the last 256 tokens | these | the prefix is evicted once |
+| `continuation` | all but the last 48 tokens | F1 of what is generated in their place | RoCo, section 5 |
 
 The text is the task's own, or filler with a document for every example. A length is that of both parts together, and
 the results' perplexity is that of the mean over all scored tokens. "in_prompt" and "after_compression" are the same
 here.
 """
+
+import dataclasses
 
 from kvjax.experiments import corpus
 from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
@@ -102,6 +105,26 @@ def evicted_perplexity(task: Task, index: int, *, scored: int = 256) -> Example:
       ValueError: no prompt or nothing to score, or a text that ends before.
     """
     return _cut(task, index, "evicted_perplexity", apart=task.length - len(task.bos), scored=scored)
+
+
+def continuation(task: Task, index: int, *, max_new_tokens: int = 48) -> Example:
+    """A text of `length` tokens without its last 48, to be continued; the reference is these.
+
+    RoCo (arXiv:2402.06262) compares what an evicted cache writes with what the full one writes, as
+    `experiments.core.table.beside_full` does.
+
+    Args:
+      task: text, tokenizer and the text's length.
+      index: which stretch of the text.
+      max_new_tokens: of the continuation.
+
+    Raises:
+      ValueError: no prompt, or a text that ends before.
+    """
+    made = _cut(task, index, "continuation", apart=task.length - len(task.bos), scored=max_new_tokens)
+    goes_on = str(task.tokenizer.decode(made.questions[0].continuation))
+    asked = Question(references=(goes_on,), metric="f1", max_new_tokens=max_new_tokens)
+    return dataclasses.replace(made, questions=(asked,))
 
 
 def _cut(task: Task, index: int, name: str, *, apart: int, scored: int) -> Example:
