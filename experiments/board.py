@@ -252,12 +252,19 @@ def _name(number: Number) -> str:
     return number["method"] if plain else f"{number['method']} {number['budget']}"
 
 
-def read(part: Part, directories: Sequence[pathlib.Path]) -> tuple[Found, Any]:
-    """What finished runs have found, and their rows as pandas' DataFrame."""
+def judged(part: Part, directories: Sequence[pathlib.Path]) -> Any:
+    """The lines of finished runs, as `core.table.lines` makes them, with a part's scores."""
     from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
 
     lines = sources.read(directories).lines
-    lines = table.beside_full(lines) if part.beside_full else lines
+    return table.beside_full(lines) if part.beside_full else lines
+
+
+def read(part: Part, directories: Sequence[pathlib.Path]) -> tuple[Found, Any]:
+    """What finished runs have found, and their rows as pandas' DataFrame."""
+    from kvjax.experiments.core import table
+
+    lines = judged(part, directories)
     every, rows = table.records(table.numbers(lines)), table.examples(lines).sort_values(["task", "index"])
     averages = [n for n in every if n["task"] == table.AVERAGE]
     each = rows.groupby(["method", "budget"], sort=False)

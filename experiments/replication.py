@@ -32,7 +32,7 @@ import kvjax
 from kvjax import Policy, methods, models
 from kvjax.configs.experiment import Experiment, check_distinct, check_whole, label
 from kvjax.experiments import run as job
-from kvjax.experiments.board import PARTS, Board
+from kvjax.experiments.board import PARTS, Board, Part, judged
 from kvjax.experiments.core import markdown, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
@@ -188,13 +188,13 @@ class Scores:
         return compare(x.tolist(), y.tolist(), [*self.contexts] * (len(x) // len(self.contexts))), scale
 
 
-def read(directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any]:
+def read(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any]:
     """What a finished run has found, and its rows as pandas' DataFrame, both by the claims' names of policies."""
     import pandas as pd
 
-    from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
+    from kvjax.experiments.core import table  # imports pandas, which takes longer than --help should
 
-    rows = table.examples(sources.read([directory]).lines).sort_values(["task", "index"])
+    rows = table.examples(judged(part, [directory])).sort_values(["task", "index"])
     there = {(str(m), str(b)): own for (m, b), own in rows.groupby(["method", "budget"], sort=False)}
     first = there["full", "1.0"]
     each = {("full", "1.0"): first} | {(name, b): there[own, b].assign(method=name) for (name, b), own in of.items()}
@@ -307,7 +307,7 @@ def run(options: Replication, command: list[str]) -> None:
             of_part, called = experiment(policies([c for c in every if c.kind != "early"]), setup)
             directory = options.output / "runs" / f"{pathlib.PurePath(name).name}-{part}"
             job.run(of_part, directory, command)
-            scores, found = read(directory, called)
+            scores, found = read(PARTS[part], directory, called)
             tables.append(found.assign(model=name, part=part)[["model", "part", *_COLUMNS]])
             own += [(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
         own += _early(options, name, [c for c in every if c.kind == "early"])
