@@ -330,15 +330,21 @@ def beyond(found: Found, shares: Sequence[float]) -> list[Number]:
 # --- pictures ---
 
 
+def _kept(found: Found, number: Number) -> float:
+    """What is left of the full cache's score, in percent; of perplexities the full cache's over it."""
+    (full,) = (n["value"] for n in found.numbers if n["method"] == "full")
+    return 100 * (number["value"] / full if number["kind"] == "score" else full / number["value"])
+
+
 def _order(parts: Mapping[str, Found], shares: Sequence[float]) -> list[str]:
-    """Methods, the best last: by their mean rank over all parts and shares in which they run."""
-    ranks: dict[str, list[float]] = {}
+    """Methods, the best last: by how much more they keep than all do on average, where they run."""
+    more: dict[str, list[float]] = {}
     for found in parts.values():
         for share in shares:
-            here = found.at(share)
-            for i, n in enumerate(here):
-                ranks.setdefault(_name(n), []).append(i / max(len(here) - 1, 1))
-    return sorted(ranks, key=lambda name: -float(np.mean(ranks[name])))
+            kept = {_name(n): _kept(found, n) for n in found.at(share)}
+            for name, own in kept.items():
+                more.setdefault(name, []).append(own - sum(kept.values()) / len(kept))
+    return sorted(more, key=lambda name: float(np.mean(more[name])))
 
 
 def heat(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
@@ -351,7 +357,7 @@ def heat(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
         shown = np.full((len(names), len(shares)), np.nan)
         for j, share in enumerate(shares):
             for n in found.at(share):
-                shown[names.index(_name(n)), j] = 100 * (n["value"] / full if score else full / n["value"])
+                shown[names.index(_name(n)), j] = _kept(found, n)
         axes.imshow(shown, aspect="auto", cmap="cividis", vmin=0, vmax=100, origin="lower")
         for (i, j), x in np.ndenumerate(shown):
             if np.isfinite(x):
@@ -394,12 +400,12 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
 
 
 def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> tuple[str, list[str]]:
-    """What is to be seen at the fewest bytes: a line, and a line a part."""
-    smallest = min(shares)
-    level = {f.part.title: sum(c is None or c.verdict != "worse" for c in wins(f, smallest)[1]) for f in parts.values()}
-    total = max(len(found.at(smallest)) for found in parts.values())
-    return f"Of {total} methods at {100 * smallest:.4g} % of the bytes, not worse than the best:", [
-        f"{n} by {title}" for title, n in level.items()
+    """What is to be seen at the bytes that tell methods apart best: a line, and a line a part."""
+    level = lambda found, share: sum(c is None or c.verdict != "worse" for c in wins(found, share)[1])
+    at = min(sorted(shares), key=lambda share: sum(level(found, share) for found in parts.values()))
+    total = max(len(found.at(at)) for found in parts.values())
+    return f"Of {total} methods at {100 * at:.4g} % of the bytes, not worse than the best:", [
+        f"{level(found, at)} by {found.part.title}" for found in parts.values()
     ]
 
 
@@ -412,11 +418,13 @@ def page(board: Board, parts: Mapping[str, Found]) -> Iterator[str]:
     head, each = _title(parts, shares)
     yield from (f"# {head} {', '.join(each)}", "")
     kept = "each method's own" if board.protect is None else "the first {} and the last {}".format(*board.protect)
+    text = "the project's text" if board.text is None else pathlib.PurePath(board.text).name
     yield (
-        f"Model {board.model}, prompts of up to {board.length:,} tokens, {board.examples} examples a task; tokens that "
-        f"always stay: {kept}. Bytes are those of the longest prompts' caches with room for the answers; needed ones "
-        "leave out what slots are rounded up by. Intervals are of 95 %; p-values are of paired tests on the same "
-        "examples, adjusted for all pairs of methods of a table (Holm). Better and worse than: of how many others."
+        f"Model {board.model} in {board.dtype}, prompts of up to {board.length:,} tokens of {text}, {board.examples} "
+        f"examples a task; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches with room "
+        "for the answers; needed ones leave out what slots are rounded up by. Intervals are of 95 %; p-values are of "
+        "paired tests on the same examples, adjusted for all pairs of methods of a table (Holm). Better, worse: than "
+        "how many others."
     )
     yield from ("", "![What is left of the full cache's score](heat.png)", "")
     yield from ("![Scores with intervals](curves.png)",)

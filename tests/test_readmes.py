@@ -75,21 +75,20 @@ def tables(path):
             yield title, [cell.strip() for cell in text.strip("| ").split(" | ")]
 
 
-SHOWN = (
-    "pyramidkv", "r_kv", "ada_pyramid", "ada_snapkv", "snapkv", "criticalkv", "lava", "kvzip", "compactor", "chunkkv",
-    "keydiff", "tova", "streaming_llm", "ahakv", "h2o", "roco", "keyformer", "nacl", "random",
-)  # fmt: skip
-"""Methods of the table of a board."""
-
-
 def boards():
-    for folder in sorted((STORED / "board").iterdir()):
-        found = collections.defaultdict(dict)
-        for title, cells in tables(folder / "board.md"):
-            found[title][cells[0]] = cells[1]
-        shares = [of for title, of in found.items() if title.startswith("## One value, asked in the prompt, ")][:-1]
-        for name in SHOWN:
-            yield line(name, *(of.get(name, "") for of in shares))
+    """A table of some methods on two models, at two shares of the bytes each."""
+    names = (
+        "defensivekv", "layer_defensivekv", "chunkkv", "r_kv", "tova", "snapkv", "kvzip", "ada_snapkv", "criticalkv",
+        "compactor", "keydiff", "pyramidkv", "ahakv", "streaming_llm", "ada_pyramid", "h2o", "keyformer", "lava",
+        "random", "nacl", "roco",
+    )  # fmt: skip
+    found = collections.defaultdict(dict)
+    for model in ("embedded", "smollm2-135m-instruct"):
+        for title, cells in tables(STORED / "board" / model / "board.md"):
+            found[model, title.removeprefix("## One value, asked in the prompt, ")][cells[0]] = cells[1]
+    at = ("embedded", "25"), ("embedded", "6.25"), ("smollm2-135m-instruct", "50"), ("smollm2-135m-instruct", "25")
+    for name in names:
+        yield line(name, *(found[model, f"{share} % of the bytes"][name] for model, share in at))
 
 
 def contest():
