@@ -423,8 +423,8 @@ def page(board: Board, parts: Mapping[str, Found]) -> Iterator[str]:
         f"Model {board.model} in {board.dtype}, prompts of up to {board.length:,} tokens of {text}, {board.examples} "
         f"examples a task; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches with room "
         "for the answers; needed ones leave out what slots are rounded up by. Intervals are of 95 %; p-values are of "
-        "paired tests on the same examples, adjusted for all pairs of methods of a table (Holm). Better, worse: than "
-        "how many others."
+        "paired tests on the same examples, adjusted for all pairs of methods of a table (Holm). Better than, worse "
+        "than: how many others."
     )
     yield from ("", "![What is left of the full cache's score](heat.png)", "")
     yield from ("![Scores with intervals](curves.png)",)
@@ -447,7 +447,10 @@ def run(board: Board, command: list[str]) -> None:
         runs = {board.directory / "runs" / name: experiment_of(board, PARTS[name])}
         for own in board.policy:  # runs of their own, so that what has run does not run again
             experiment = experiment_of(board, PARTS[name], own)
-            runs[board.directory / "runs" / f"{name}-{experiment.beside[0].name}"] = experiment
+            directory = board.directory / "runs" / f"{name}-{experiment.beside[0].name}"
+            if directory in runs:
+                raise ValueError(f"--policy has two methods called {experiment.beside[0].name}; rename one or its file")
+            runs[directory] = experiment
         for directory, experiment in runs.items():
             job.run(experiment, directory, command)
         parts[name], found = read(PARTS[name], [*runs])

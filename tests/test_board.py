@@ -116,6 +116,15 @@ def test_what_cannot_be_run_is_refused(given, message):
         Board(**given)
 
 
+def test_methods_of_ones_own_that_share_a_name_are_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import kvjax\n\n\ndef make(budget):\n    return kvjax.methods.window(budget)\n")
+    size = {"methods": ("window",), "bytes": (0.5,), "parts": ("perplexity",), "examples": 1, "length": 320}
+    with pytest.raises(ValueError, match=r"--policy has two methods called mine\.make; rename one or its file"):
+        board.run(Board(policy=(f"{file}:make",) * 2, output=tmp_path, **size), [])
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.slow
 def test_a_board_is_written_and_goes_on(tmp_path, capsys):
     parts = ["in_prompt", "after_compression", "perplexity", "continuation"]
