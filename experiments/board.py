@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import gzip
 import inspect
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -331,9 +332,14 @@ def beyond(found: Found, shares: Sequence[float]) -> list[Number]:
 
 
 def _kept(found: Found, number: Number) -> float:
-    """What is left of the full cache's score, in percent; of perplexities the full cache's over it."""
+    """What is left of the full cache's score, in percent; of perplexities the full cache's over it.
+
+    NaN where the full cache itself scores nothing.
+    """
     (full,) = (n["value"] for n in found.numbers if n["method"] == "full")
-    return 100 * (number["value"] / full if number["kind"] == "score" else full / number["value"])
+    if number["kind"] != "score":
+        return 100 * full / number["value"]
+    return 100 * number["value"] / full if full else math.nan
 
 
 def _order(parts: Mapping[str, Found], shares: Sequence[float]) -> list[str]:
@@ -344,7 +350,7 @@ def _order(parts: Mapping[str, Found], shares: Sequence[float]) -> list[str]:
             kept = {_name(n): _kept(found, n) for n in found.at(share)}
             for name, own in kept.items():
                 more.setdefault(name, []).append(own - sum(kept.values()) / len(kept))
-    return sorted(more, key=lambda name: float(np.mean(more[name])))
+    return sorted(sorted(more), key=lambda name: round(float(np.nan_to_num(more[name]).mean()), 6))  # ties by name
 
 
 def heat(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:

@@ -5,8 +5,8 @@
 
 Reads runs of `experiments/run.py`, of lm-eval (`--output_path`, with `--log_samples` for rows and comparisons) and of
 `experiments/reproduce.py`, and writes `report.html`, one file that needs no network, `report.md`, and `cells.csv`, a
-row a number. Of runs that all have one setup it writes the pictures too.
-Pages link to the runs by relative paths: keep them where they are beside each other.
+row a number. Of runs that all have one setup it writes the pictures too. Pages link to the runs by relative paths: keep
+them where they are beside each other.
 """
 
 import importlib

@@ -102,6 +102,12 @@ def test_wins_are_counted_over_all_pairs_and_what_the_best_beats_is_hollow():
     np.testing.assert_allclose(axes.images[0].get_array()[:, 0], [0, 90, 100])
 
 
+def test_where_the_full_cache_scores_nothing_the_map_is_empty():
+    numbers = number("full", 1.0, 0.0, "1.0"), number("a", 0.25, 0.0)
+    (axes,) = board.heat({"in_prompt": found(*numbers, full=[0.0], a=[0.0])}, [0.25]).axes
+    assert np.isnan(axes.images[0].get_array().filled(np.nan)).all()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -12,9 +12,7 @@ import pandas as pd
 
 from kvjax.configs.experiment import Setup
 from kvjax.experiments.core import table
-from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import read_bad, read_lines, read_manifest
-from kvjax.experiments.tasks import TASKS
 
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
 _ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
@@ -360,23 +358,13 @@ def _without_repeats(parts: Sequence[_Part]) -> list[dict[str, Any]]:
 
 
 def setting_of(setup: Mapping[str, Any]) -> str:
-    """The `setting` of a run, by its setup as `Run` has it."""
-    details = {k: v for k, v in shared(setup).items() if k not in ("model", "protocol", "tasks", "text")}
-    return setting(str(setup.get("model")), str(setup.get("protocol")), details)
-
-
-def shared(setup: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs have in common that may stand in one table.
+    """The `setting` of a run, by its setup as `Run` has it.
 
     Runs that were made before an option existed stand with those that left it as it is.
-
-    Args:
-      setup: as `Run` has it, or with the names of the project's tasks in place of what builds them.
     """
     known: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Setup)} | dict(setup)
     seeds = known["seed"] if isinstance(known["seed"], list | tuple) else [known["seed"]]
     known["seed"] = seeds[0] if len(seeds) == 1 else list(seeds)
-    if isinstance(tasks := known["tasks"], list):
-        of = lambda name: definition(TASKS[name]) if name in TASKS else name
-        known["tasks"] = {t: {"examples": known["examples"] * len(seeds), "builder": of(t)} for t in tasks}
-    return {name: value for name, value in known.items() if name not in _ASIDE}
+    aside = (*_ASIDE, "model", "protocol", "tasks", "text")
+    details = {name: value for name, value in known.items() if name not in aside}
+    return setting(str(setup.get("model")), str(setup.get("protocol")), details)
