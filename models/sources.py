@@ -1,5 +1,6 @@
 """Where checkpoints come from: a directory, a hub id, or the name of a preset."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -83,9 +84,8 @@ def local_path(source: str | os.PathLike[str]) -> pathlib.Path:
         raise ValueError(f"{source!r} is not the path of a checkpoint directory")
     try:
         path = pathlib.Path(source).expanduser()
-        path.stat()  # asks the system whether such a name can be
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # asks the system whether such a name can be
     except (RuntimeError, OSError, ValueError) as e:
         raise ValueError(f"{str(source)[:80]!r} is not the path of a checkpoint directory: {e}") from e
     return path
