@@ -35,7 +35,7 @@ import kvjax
 from kvjax import Policy, configs, models
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
 from kvjax.experiments import run as job
-from kvjax.experiments.core import markdown, stats
+from kvjax.experiments.core import markdown, metrics, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Shape, shapes
@@ -52,7 +52,7 @@ class Part:
 
     Attributes:
       title: what it is called on the page.
-      own: tasks of the models that come with the project, in their language.
+      own: tasks of the models that come with the project, in their language, which cannot say everything.
       others: tasks of all other models.
       protocol: when a question is read.
       answer: tokens of an answer, at most, where a task allows more.
@@ -74,6 +74,8 @@ PARTS: Final = {
     "several_values": Part("several values, asked in the prompt", ("multi_query",), ("niah_multivalue",), answer=48),
     "perplexity": Part("the next 64 tokens", ("perplexity",), ("perplexity",)),
     "continuation": Part("48 tokens as the full cache writes", *2 * (("continuation",),), answer=48, beside_full=True),
+    "summary": Part("a summary as the full cache writes", (), ("summary",), answer=48, beside_full=True),
+    "two_instructions": Part("two instructions", (), ("two_instructions",), "after_compression"),
 }
 
 
@@ -86,7 +88,8 @@ class Board:
       methods: configs; if not given, all that can be made for the model.
       policy: methods of one's own beside them, path.py:make each; make(budget) returns a policy.
       bytes: shares of the full cache's bytes.
-      parts: what is asked.
+      parts: what is asked; if not given, all that can be asked of the model.
+      metrics: more measures of answers that are compared with the full cache's, such as bleu and rouge_l.
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
       examples: of each task.
       length: tokens of a prompt.
@@ -101,7 +104,8 @@ class Board:
     methods: tuple[str, ...] = ()
     policy: tuple[str, ...] = ()
     bytes: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625)
-    parts: tuple[str, ...] = tuple(PARTS)
+    parts: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     protect: tuple[int, int] | None = None
     examples: int = 32
     length: int = 1024
@@ -114,10 +118,14 @@ class Board:
     def __post_init__(self):
         check_whole(1, examples=self.examples, length=self.length)
         for name, given, known in (("methods", self.methods, configs.available()), ("parts", self.parts, PARTS)):
-            if given or name == "parts":
+            if given:
                 check_distinct(name, given)
             if unknown := [x for x in given if x not in known]:
                 raise ValueError(f"there is no {unknown[0]!r} among {name}; there are {', '.join(known)}")
+        if mute := [name for name in self.parts if not self.tasks(PARTS[name])]:
+            raise ValueError(f"{mute[0]} cannot be asked of {self.model}, whose language has no words for it")
+        for name in self.metrics:
+            metrics.find(name)
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):
             raise ValueError(f"bytes {self.bytes} must be shares of the full cache between 0 and 1")
 
@@ -128,11 +136,20 @@ class Board:
         name = pathlib.PurePath(self.model).name + kind
         return pathlib.Path("results/board") / name if self.output is None else self.output
 
+    def tasks(self, part: Part) -> tuple[str, ...]:
+        """What a part asks of the model."""
+        return part.own if self.model in INCLUDED else part.others
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The parts to run."""
+        return self.parts or tuple(name for name, part in PARTS.items() if self.tasks(part))
+
     def setup(self, part: Part) -> Setup:
         """Of the run of one part."""
         return Setup(
             model=self.model,
-            tasks=part.own if self.model in INCLUDED else part.others,
+            tasks=self.tasks(part),
             text=self.text,
             examples=self.examples,
             length=self.length,
@@ -216,6 +233,8 @@ class Found:
       scores: of every policy the examples', in an order that all share; for perplexities the log-likelihoods.
       contexts: the context of each example; None where no two share theirs.
       tasks: the task of each example.
+      alike: of every policy, where answers are compared with the full cache's, means of what `core.table.agreement`
+        measures.
     """
 
     part: Part
@@ -223,6 +242,7 @@ class Found:
     scores: Mapping[tuple[str, str], list[float]]
     contexts: list[Any] | None
     tasks: list[str]
+    alike: Sequence[Mapping[Any, Any]] = ()
 
     def compared(self, a: Number, b: Number) -> stats.Comparison:
         """Whether one policy is better than another on the same examples."""
@@ -261,8 +281,14 @@ def judged(part: Part, directories: Sequence[pathlib.Path]) -> Any:
     return table.beside_full(lines) if part.beside_full else lines
 
 
-def read(part: Part, directories: Sequence[pathlib.Path]) -> tuple[Found, Any]:
-    """What finished runs have found, and their rows as pandas' DataFrame."""
+def read(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = ()) -> tuple[Found, Any]:
+    """What finished runs have found, and their rows as pandas' DataFrame.
+
+    Args:
+      part: what was asked.
+      directories: of the runs.
+      more: metrics, where answers are compared with the full cache's.
+    """
     from kvjax.experiments.core import table
 
     lines = judged(part, directories)
@@ -273,8 +299,9 @@ def read(part: Part, directories: Sequence[pathlib.Path]) -> tuple[Found, Any]:
     scores = {(str(method), str(budget)): own["value"].tolist() for (method, budget), own in each}
     contexts = [*zip(first["task"], first["context"], strict=True)]
     about = contexts if len({*contexts}) < len(contexts) else None, first["task"].tolist()
+    alike = table.means(table.agreement(lines, more)).to_dict("records") if part.beside_full else ()
     columns = ["method", "budget", "task", "index", "context", "value", "kv_bytes", "kv_bytes_needed", "live"]
-    return Found(part, averages or every, scores, *about), rows[columns]
+    return Found(part, averages or every, scores, *about, alike), rows[columns]
 
 
 @functools.cache
@@ -297,8 +324,11 @@ def wins(found: Found, share: float) -> tuple[list[tuple[int, int]], list[stats.
 
 
 def _value(n: Number) -> str:
-    shown = [100 * n[k] if n["kind"] == "score" else n[k] for k in ("value", "low", "high")]
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*shown)
+    return _shown(n, ("value", "low", "high"), 100 if n["kind"] == "score" else 1)
+
+
+def _shown(n: Number, names: Sequence[str], scale: float) -> str:
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*(scale * n[name] for name in names))
 
 
 def table(found: Found, share: float) -> list[str]:
@@ -320,6 +350,19 @@ _CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of
 def _cells(n: Number) -> tuple[str, ...]:
     needed = n["kv_of_full"] * n["kv_bytes_needed"] / n["kv_bytes"]
     return _name(n), _value(n), f"{n['kv_of_full']:.1%}", f"{needed:.1%}", f"{n['live']:.1%}"
+
+
+def alike(found: Found, shares: Sequence[float]) -> list[str]:
+    """Markdown of what `core.table.agreement` measures, a row a policy and share of bytes."""
+    of = {(n["method"], n["budget"]): n for n in found.alike}
+    names = [name for name in found.alike[0] if f"{name}_low" in found.alike[0]]
+    rows = [
+        (f"{100 * share:.4g} %", _name(n), *(_shown(own, (x, f"{x}_low", f"{x}_high"), 100) for x in names))
+        for share in shares
+        for n in found.at(share)
+        for own in [of[n["method"], n["budget"]]]
+    ]
+    return markdown.table(("bytes", "method", *names), rows)
 
 
 def beyond(found: Found, shares: Sequence[float]) -> list[Number]:
@@ -440,6 +483,8 @@ def page(board: Board, parts: Mapping[str, Found]) -> Iterator[str]:
             yield from ("", f"## {title}, {100 * share:.4g} % of the bytes", "", *table(found, share))
         yield from ("", f"## {title}, the full cache and what has no budget", "")
         yield from markdown.table(_CELLS, [_cells(n) for n in beyond(found, shares)])
+        if found.alike:
+            yield from ("", f"## {title}: how far answers are the full cache's, %", "", *alike(found, shares))
     yield ""
 
 
@@ -449,7 +494,7 @@ def run(board: Board, command: list[str]) -> None:
 
     check_output(board.directory / "heat.png")
     shares, parts, rows = sorted(board.bytes, reverse=True), dict[str, Found](), []
-    for name in board.parts:
+    for name in board.asked:
         runs = {board.directory / "runs" / name: experiment_of(board, PARTS[name])}
         for own in board.policy:  # runs of their own, so that what has run does not run again
             experiment = experiment_of(board, PARTS[name], own)
@@ -459,7 +504,7 @@ def run(board: Board, command: list[str]) -> None:
             runs[directory] = experiment
         for directory, experiment in runs.items():
             job.run(experiment, directory, command)
-        parts[name], found = read(PARTS[name], [*runs])
+        parts[name], found = read(PARTS[name], [*runs], board.metrics)
         rows.append(found.assign(part=name))
     write_figure(board.directory / "heat.png", heat(parts, shares))
     write_figure(board.directory / "curves.png", curves(parts, shares))

@@ -115,6 +115,8 @@ def test_where_the_full_cache_scores_nothing_the_map_is_empty():
         ({"parts": ("retrieval",)}, "there is no 'retrieval' among parts"),
         ({"bytes": (0.25, 1.5)}, "must be shares of the full cache between 0 and 1"),
         ({"examples": 0}, "examples"),
+        ({"parts": ("summary",)}, "summary cannot be asked of embedded, whose language has no words for it"),
+        ({"metrics": ("rogue_l",)}, "rogue_l"),
     ],
 )
 def test_what_cannot_be_run_is_refused(given, message):
@@ -135,10 +137,13 @@ def test_methods_of_ones_own_that_share_a_name_are_refused(tmp_path):
 def test_a_board_is_written_and_goes_on(tmp_path, capsys):
     parts = ["in_prompt", "after_compression", "perplexity", "continuation"]
     command = ["--methods", "window", "h2o", "--bytes", "0.5", "--examples", "1", "--length", "320", "--parts", *parts]
-    board.main([*command, "--output", str(tmp_path)])
+    board.main([*command, "--metrics", "f1", "--output", str(tmp_path)])
     text = (tmp_path / "board.md").read_text()
+    measures = text.split("how far answers are the full cache's, %")[1].split("\n")
+    assert measures[2] == "| bytes | method | same | prefix | edit_similarity | f1 |"
+    assert sorted(line.split("|")[2].strip() for line in measures[4:6]) == ["h2o", "window"]
     assert "## One value, asked after compression, 50 % of the bytes" in text
-    assert text.count("| window |") == 4
+    assert text.count("\n| window |") == 4
     assert min((tmp_path / name).stat().st_size for name in ("heat.png", "curves.png")) > 10_000
     rows = gzip.decompress((tmp_path / "scores.csv.gz").read_bytes()).decode().splitlines()
     assert len(rows) == 1 + 3 * (3 + 3 + 1 + 1)

@@ -13,12 +13,13 @@ import pytest
 from kvjax.experiments import corpus, tasks
 from kvjax.experiments.tasks import Task, ruler
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
-from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number
+from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number, two_instructions
 from kvjax.experiments.tasks.perplexity import (
     continuation,
     evicted_perplexity,
     sliding_perplexity,
     streaming_perplexity,
+    summary,
 )
 from kvjax.experiments.tasks.rows import dialogue, reconstruction, summarise
 from kvjax.experiments.tasks.ruler import (
@@ -44,7 +45,7 @@ RULER = (
     niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multivalue,
     niah_multiquery, vt, cwe, fwe,
 )  # fmt: skip
-OVER_TEXT = (*RULER, needle, needle_number, multi_turn, multi_turn_key_value, reconstruction)
+OVER_TEXT = (*RULER, needle, needle_number, two_instructions, multi_turn, multi_turn_key_value, reconstruction)
 PERPLEXITY = sliding_perplexity, streaming_perplexity, evicted_perplexity
 ROWS = tuple(
     {
@@ -347,6 +348,25 @@ def test_a_continuation_is_judged_by_how_the_text_goes_on():
     assert e.context[1:] == tuple(ids[:88])
     assert e.questions[0].references == (TOKENIZER.decode(ids[88:]),)
     assert e.questions[0].max_new_tokens == 12
+
+
+def test_a_summary_is_asked_for_behind_as_much_text_as_fits():
+    e = summary(task(101, text=TEXT, tokenizer=TOKENIZER), 1, max_new_tokens=12)
+    (asked,) = e.questions
+    size = 100 - len(asked.ids)
+    assert asked.references == (TOKENIZER.decode(TOKENIZER.encode(TEXT)[size : 2 * size]),)
+    assert TOKENIZER.decode(e.context[1:]) == asked.references[0]
+    with pytest.raises(ValueError, match=r"summary: two tokens of text and the request need \d+ tokens"):
+        summary(task(9, text=TEXT, tokenizer=TOKENIZER), 0)
+
+
+def test_both_instructions_stand_ahead_of_the_text():
+    e = two_instructions(task(text=TEXT), 0)
+    ahead = text_of(e).partition("\n\n")[0]
+    assert len(e.questions) == 2
+    for q in e.questions:
+        city = re.search(r"the word (.*) comes", TOKENIZER.decode(q.ids))[1]
+        assert f"the word {city} comes up, say the number {q.references[0]}." in ahead
 
 
 def test_documents_that_are_too_long_lose_their_middle():

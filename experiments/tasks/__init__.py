@@ -17,13 +17,14 @@ from kvjax.experiments.tasks.base import Question as Question
 from kvjax.experiments.tasks.base import Task as Task
 from kvjax.experiments.tasks.base import Tokens as Tokens
 from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
-from kvjax.experiments.tasks.needle import needle, needle_number
+from kvjax.experiments.tasks.needle import needle, needle_number, two_instructions
 from kvjax.experiments.tasks.perplexity import (
     continuation,
     evicted_perplexity,
     perplexity,
     sliding_perplexity,
     streaming_perplexity,
+    summary,
 )
 from kvjax.experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
 from kvjax.experiments.tasks.rows import Form, dialogue, read, reconstruction, summarise
@@ -54,10 +55,10 @@ TASKS: dict[str, Builder] = {
     builder.__name__: builder
     for builder in (
         *(single_needle, several_needles, multi_query, key_value, perplexity),
-        *(needle, needle_number, multi_turn, multi_turn_key_value),
+        *(needle, needle_number, two_instructions, multi_turn, multi_turn_key_value),
         *(niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3),
         *(niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1, qa_2),
-        *(sliding_perplexity, streaming_perplexity, evicted_perplexity, continuation),
+        *(sliding_perplexity, streaming_perplexity, evicted_perplexity, continuation, summary),
         *(summarise, reconstruction, dialogue),
     )
 }

@@ -98,6 +98,41 @@ def needle_number(
     return _hide(task, index, "needle_number", hidden, lengths, depths)
 
 
+def two_instructions(task: Task, index: int) -> Example:
+    """Two instructions ahead of a text, and a question that each of them answers: an eviction may forget either.
+
+    Each says which number of seven digits is the answer to which of two cities. Both stand ahead of all text, and the
+    score is 0.5 where one of them is forgotten.
+
+    Args:
+      task: text, tokenizer, and tokens of the instructions, the text and one question.
+      index: which example.
+
+    Raises:
+      ValueError: no room for instructions and question, or a text that is too short.
+    """
+    rng = task.rng("two_instructions", index)
+    cities = [CITIES[i] for i in rng.permutation(len(CITIES))[:2]]
+    answers = {city: str(rng.integers(10**6, 10**7)) for city in cities}
+    rules = " ".join(f"Whenever the word {c} comes up, say the number {n}." for c, n in answers.items())
+    asked = [tuple(task.encode(f"\n\nNow the word {c} comes up. You say the number")) for c in cities]
+    found = haystack(task, rng, task.length, cities)
+    longest = max(map(len, asked))
+
+    def context(count: int) -> Tokens:
+        return (*task.bos, *task.encode("\n\n".join((rules, " ".join(found[:count])))))
+
+    size = lambda count: len(context(count)) + longest
+    check_room("two_instructions", task, size(0), "two instructions and a question")
+    count = most_that_fit(size, task.length, least=0, most=len(found))
+    check_enough("two_instructions", task, count, found, size(count), "sentences of the text")
+    questions = [
+        Question(q, references=(n,), metric="contains_all", max_new_tokens=16, stop=("\n",))
+        for q, n in zip(asked, answers.values(), strict=True)
+    ]
+    return example("two_instructions", index, context(count), *questions, length=float(task.length))
+
+
 def _hide(
     task: Task, index: int, name: str, hidden: Needle, lengths: Sequence[int | float], depths: Sequence[float]
 ) -> Example:

@@ -7,6 +7,7 @@
 | `streaming_perplexity` | a quarter | all that follows, far past the budget | StreamingLLM, RoCo (Fig. 5) |
 | `evicted_perplexity` | all but the last 256 tokens | these | the prefix is evicted once |
 | `continuation` | all but the last 48 tokens | F1 of what is generated in their place | RoCo, section 5 |
+| `summary` | a text, and the request to sum it up | F1 of 48 generated tokens with the text | RoCo, section 5 |
 
 The text is the task's own, or filler with a document for every example. A length is that of both parts together, and
 the results' perplexity is that of the mean over all scored tokens. "in_prompt" and "after_compression" are the same
@@ -17,7 +18,7 @@ import dataclasses
 
 from kvjax.experiments import corpus
 from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
-from kvjax.experiments.tasks.text import filler
+from kvjax.experiments.tasks.text import check_room, filler
 
 SCORED = 64
 
@@ -125,6 +126,28 @@ def continuation(task: Task, index: int, *, max_new_tokens: int = 48) -> Example
     goes_on = str(task.tokenizer.decode(made.questions[0].continuation))
     asked = Question(references=(goes_on,), metric="f1", max_new_tokens=max_new_tokens)
     return dataclasses.replace(made, questions=(asked,))
+
+
+def summary(task: Task, index: int, *, max_new_tokens: int = 48) -> Example:
+    """A text that is to be summed up; the text is the reference, as summaries of it are not at hand.
+
+    Made to be compared with what the full cache writes, as `continuation` is.
+
+    Args:
+      task: text, tokenizer, and the length of text and request together.
+      index: which stretch of the text.
+      max_new_tokens: of the summary.
+
+    Raises:
+      ValueError: no room for two tokens of text, or a text that ends before.
+    """
+    question = tuple(task.encode("\n\nIn short, this text says that"))
+    check_room("summary", task, len(task.bos) + 2 + len(question), "two tokens of text and the request")
+    shorter = dataclasses.replace(task, length=task.length - len(question))
+    text = _tokens(shorter, index, "summary", shorter.length - len(task.bos))
+    says = str(task.tokenizer.decode(text))
+    asked = Question(question, references=(says,), metric="f1", max_new_tokens=max_new_tokens)
+    return example("summary", index, task.bos + text, asked, length=float(task.length))
 
 
 def _cut(task: Task, index: int, name: str, *, apart: int, scored: int) -> Example:
