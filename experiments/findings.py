@@ -221,8 +221,8 @@ def to_hindsight(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
         np.exp(stats.mean((logs[i, m] - logs[j, m]).tolist()))
         for m, (i, j) in enumerate(zip(best, oracle, strict=True))
     ]
-    least, most = (f(float(r[0]) for r in ratios) for f in (min, max))
-    title = f"The best method's divergence is {least:.1f} to {most:.1f} times hindsight's"
+    ends = dict.fromkeys(f"{f(float(r[0]) for r in ratios):.1f}" for f in (min, max))
+    title = f"The best method's divergence is {' to '.join(ends)} times hindsight's"
     figure, ((axes,),) = canvas(width=7.2)
     rows = []
     for p in np.argsort(logs.mean((1, 2))):

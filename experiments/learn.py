@@ -3,7 +3,6 @@
     python experiments/learn.py budget --config learned_budget.py   # how a budget is divided over layers and heads
     python experiments/learn.py scorer --config learned_scorer.py   # a score: which tokens later rows will look at
     python experiments/learn.py gates                               # DuoAttention's gates: which heads may stream
-    python experiments/learn.py contest                             # what policies lose, the learned ones among them
 
 Each has a --help. What is interrupted goes on with the same command.
 """
@@ -24,7 +23,7 @@ from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.run import check_apart, default_directory, parse
 
 CONFIGURED = ("budget", "scorer")  # by files in configs/
-WHAT = (*CONFIGURED, "gates", "contest")
+WHAT = (*CONFIGURED, "gates")
 
 
 def run_config(script: str, run: Callable[..., str], argv: Sequence[str]) -> None:

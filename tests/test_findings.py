@@ -37,7 +37,7 @@ def test_the_best_method_beside_the_best_mask():
     kl = np.concatenate([np.full((first + 2, 2, 4), 3.0), mask[None]])
     kl[1] = 2 * mask
     text, figure = findings.to_hindsight(options, kl)
-    assert figure.get_suptitle() == "The best method's divergence is 2.0 to 2.0 times hindsight's"
+    assert figure.get_suptitle() == "The best method's divergence is 2.0 times hindsight's"
     name = [*findings.published()][1][0]
     assert [line for line in text if line.startswith("| 25 %")] == [
         f"| 25 % | {name} | hindsight (model) | 2.00 [2.00, 2.00] |"

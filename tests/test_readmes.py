@@ -91,20 +91,6 @@ def boards():
         yield line(name, *(found[model, f"{share} % of the bytes"][name] for model, share in at))
 
 
-def contest():
-    found = collections.defaultdict(dict)
-    for title, cells in tables(STORED / "contest" / "contest.md"):
-        found[title.removeprefix("## ").partition(",")[0]][cells[0]] = cells
-    both = [found["embedded"], found["varied"]]
-    yield line("best published", f"CAKE {both[0]['cake'][1]}", f"Layer-DefensiveKV {both[1]['layer_defensivekv'][1]}")
-    yield line("SnapKV", *(of["snapkv"][1] for of in both))
-    for name, title in (("", "learned score"), (", heads compete", "learned score, heads compete")):
-        yield line(title, *(of[f"ours: learned{name}"][1] for of in both))
-        yield line("less than the best published", *(of[f"ours: learned{name}"][2] for of in both))
-    ours = [sum(name.startswith("ours") for name in of) for of in both]
-    assert [(len(of) - 1 - n, n) for of, n in zip(both, ours, strict=True)] == [(24, 9)] * 2
-
-
 def gates():
     found = read("duo_gates.json")
     above = np.array(found["gates"]) > 0.9
@@ -229,7 +215,7 @@ def kernels():
     [
         *((page, said) for page, many in (
             ("experiments", (main_job,)),
-            ("experiments/bench_results", (pooling, boards, contest, gates, learned_budget, curves,
+            ("experiments/bench_results", (pooling, boards, gates, learned_budget, curves,
                                            blocks, stream, peers)),
             (".", (results_in_short,)), ("kvjax", (about_curves,)), ("models", (loading, compiling)),
             ("pallas_kernels", (kernels,)),

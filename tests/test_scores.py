@@ -12,7 +12,6 @@ from kvjax.observe import FutureQueries, Rows
 from kvjax.scores.attention import Accumulated, Faded, LastRows, Recency, Votes
 from kvjax.scores.blends import (
     Blend,
-    RemovalError,
     Standardized,
     ValueWeighted,
     pool_in_order,
@@ -181,24 +180,6 @@ def test_numbers_of_one_position_are_summed():
     same = (pos[:, :, None] == pos[:, None]) & (pos >= 0)[:, :, None]
     found = sum_by_position(jnp.asarray(x), jnp.asarray(pos))
     np.testing.assert_allclose(found, (same * x[:, None]).sum(-1), rtol=1e-6)
-
-
-def test_removal_error_is_what_one_token_costs():
-    """Of a row that gives the tokens p: the distance of its output without token j to that with all."""
-    q, k, v = tensors.qkv(9, B=1, N=2, K=2)
-    out_proj = jax.random.normal(jax.random.key(1), (2, H, 16))
-    attention = jax.random.uniform(jax.random.key(2), (1, 2, T))
-    given = kvjax.from_fn(lambda kv, stats, ctx: attention, 12).score
-    logs = kvjax.from_fn(lambda kv, stats, ctx: jnp.log(attention), 12).score
-    found = scores(RemovalError(given), q, k, v, out_proj=out_proj)
-    for head in range(2):
-        p = np.asarray(attention[0, head], np.float64)
-        p, values = p / p.sum(), np.asarray(v[0, head], np.float64) @ np.asarray(out_proj[head], np.float64)
-        for j in range(T):
-            rest = np.delete(p, j) / (1 - p[j])
-            cost = np.linalg.norm(p @ values - rest @ np.delete(values, j, axis=0))
-            np.testing.assert_allclose(found[0, head, j], cost, rtol=1e-3)
-    np.testing.assert_allclose(scores(RemovalError(logs, "logarithm"), q, k, v, out_proj=out_proj), found, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ the last rows

@@ -2,12 +2,11 @@
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import EMPTY, AttentionInputs, Observation, Phase, Score, Slots, unique, value
+from kvjax.contract import EMPTY, Score, Slots
 from kvjax.storage import in_order
 from kvjax.storage.mesh import DATA, apart
 
@@ -166,51 +165,3 @@ class Blend(Score):
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         each = [score(slots.of("scores", i)).astype(jnp.float32) for i, score in enumerate(self.scores)]
         return sum((w * x for w, x in zip(self.weights[1:], each[1:], strict=True)), start=self.weights[0] * each[0])
-
-
-class Shares(OfScore):
-    """A token's share of the sum over the candidates of its head, so that heads can be compared.
-
-    Attributes:
-      of_what: the score is an "amount", or the "logarithm" of one: then the shares are a softmax.
-    """
-
-    of_what: Literal["amount", "logarithm"] = "amount"
-
-    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        score, among = self.score(slots.of("score")).astype(jnp.float32), slots.candidates
-        if self.of_what == "logarithm":
-            return jax.nn.softmax(score, axis=-1, where=among)
-        amount = jnp.where(among, score, 0.0)
-        total = amount.sum(-1, keepdims=True)
-        return amount / jnp.where(total > 0, total, 1.0)
-
-
-@value
-class ProjectionGram:
-    r"""Observes $W_O W_O^\top$ of every kv head, the mean over its group, for $\lVert x W_O\rVert_2$: "B K H H"."""
-
-    def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K H H"]:
-        if inputs.out_proj is None:
-            raise ValueError("norms of projected values need the output projection; pass out_proj= of shape (N, H, D)")
-        (B, K), (N, H, D) = inputs.kv.pos.shape[:2], inputs.out_proj.shape
-        by_group = inputs.out_proj.astype(jnp.float32).reshape(K, N // K, H, D)
-        gram = jnp.einsum("kghd,kgjd->khj", by_group, by_group) / (N // K)
-        return jnp.broadcast_to(gram[None], (B, K, H, H))
-
-
-class RemovalError(Shares):
-    r"""How far a head's output moves if one token goes alone (after CAOTE, arXiv 2504.14051, with $W_O$).
-
-    $\frac{p_j}{1 - p_j} \lVert (v_j - \sum_i p_i v_i) W_O\rVert_2$, exact for a row that gives tokens the shares $p$ of
-    the score. For $W_O W_O^\top$ the mean over a group stands.
-    """
-
-    def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return unique((*self.score.observe(phase), ProjectionGram()))
-
-    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        p, v = super().__call__(slots), slots.kv.v.astype(jnp.float32)
-        apart = v - jnp.einsum("bks,bksh->bkh", p, v)[:, :, None]
-        squares = jnp.einsum("bksh,bkhj,bksj->bks", apart, slots.stats[ProjectionGram()], apart)
-        return p / jnp.maximum(1 - p, 1e-6) * jnp.sqrt(jnp.maximum(squares, 0.0))
