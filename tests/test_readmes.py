@@ -76,7 +76,7 @@ def tables(path):
 
 
 def boards():
-    """A table of some methods on two models, at two shares of the bytes each."""
+    """A table of some methods on two models, at shares of the bytes, asked in the prompt or after compression."""
     names = (
         "defensivekv", "layer_defensivekv", "chunkkv", "r_kv", "tova", "snapkv", "kvzip", "ada_snapkv", "criticalkv",
         "compactor", "keydiff", "pyramidkv", "ahakv", "streaming_llm", "ada_pyramid", "h2o", "keyformer", "lava",
@@ -85,10 +85,12 @@ def boards():
     found = collections.defaultdict(dict)
     for model in ("embedded", "smollm2-135m-instruct"):
         for title, cells in tables(STORED / "board" / model / "board.md"):
-            found[model, title.removeprefix("## One value, asked in the prompt, ")][cells[0]] = cells[1]
-    at = ("embedded", "25"), ("embedded", "6.25"), ("smollm2-135m-instruct", "50"), ("smollm2-135m-instruct", "25")
+            found[model, title.removeprefix("## One value, asked ")][cells[0]] = cells[1]
+    prompt, after, real = "in the prompt", "after compression", "smollm2-135m-instruct"
+    at = [("embedded", prompt, "25"), ("embedded", prompt, "6.25")]
+    at += [(real, when, share) for when in (prompt, after) for share in ("50", "25")]
     for name in names:
-        yield line(name, *(found[model, f"{share} % of the bytes"][name] for model, share in at))
+        yield line(name, *(found[model, f"{when}, {share} % of the bytes"][name] for model, when, share in at))
 
 
 def gates():
