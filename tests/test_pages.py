@@ -3,6 +3,7 @@
 import collections
 import csv
 import gzip
+import itertools
 import json
 import math
 import random
@@ -82,8 +83,8 @@ def test_boards_are_what_the_records_say(folder):
     for line in (folder / "board.md").read_text().splitlines():
         if line.startswith("## "):
             title, _, at = line.removeprefix("## ").rpartition(", ")
-            part, share = titles[title[0].lower() + title[1:]], at.removesuffix(" % of the bytes")
-        elif line.startswith("| ") and not line.startswith("| method |"):
+            part, share = titles.get(title[0].lower() + title[1:]), at.removesuffix(" % of the bytes")
+        elif part and line.startswith("| ") and not line.startswith("| method |"):
             rows.append((part, share, *(x.strip() for x in line.strip("| ").split(" | "))))
     for part, share, name, shown, *_ in random.sample(rows, 3):
         asked = part, name, f"bytes-{float(share) / 100:g}" if share[0].isdigit() else ""  # the last tables have none
@@ -106,3 +107,29 @@ def test_divergences_are_what_the_records_say(file):
     for row in random.sample(page[head + 1 :], 3):
         own = [float(x.split(" ")[0]) for x in row[1:]]
         assert any(np.allclose(own, each, rtol=6e-3) for each in means), row
+
+
+@pytest.mark.parametrize("file", sorted((STORED / "findings").glob("what_decides-*.npz")), ids=lambda f: f.stem)
+def test_what_decides_is_what_the_records_say(file):
+    """The share of variance of each factor, and the divergence at each of its levels, with a budget's in one column."""
+    with np.load(file) as data:
+        kl = np.log(np.maximum(data["kl"].astype(float), 1e-9))
+    tables, factors = {}, ("score", "protection", "division")
+    for row in cells(file.parent, f"{file.stem}.md"):
+        if row[1].endswith(" %"):  # the head of a table
+            own = tables[row[0]] = []
+        else:
+            own.append(row)
+    names = [[row[0] for row in tables[factor]] for factor in factors]
+    policies = [*itertools.product(*names)]
+    for column in random.sample(range(kl.shape[1]), min(3, kl.shape[1])):
+        cell = {of: statistics.mean(kl[i, column]) for i, of in enumerate(policies)}
+        middle = statistics.mean(cell.values())
+        total = sum((x - middle) ** 2 for x in cell.values())
+        for axis, factor in enumerate(factors):
+            at = {level: statistics.mean(x for of, x in cell.items() if of[axis] == level) for level in names[axis]}
+            share = sum((at[of[axis]] - middle) ** 2 for of in cell) / total
+            (shown,) = (row[1 + column] for row in tables["variance explained, %"] if row[0] == factor)
+            assert abs(float(shown.split(" ")[0]) - 100 * share) <= 0.0501, (factor, column)
+            level = random.choice(tables[factor])
+            assert abs(float(level[1 + column].split(" ")[0]) - math.exp(at[level[0]])) <= 0.000501, level
