@@ -1,7 +1,7 @@
 """The claims of the five papers, one by one, on models that run here: holds, reversed or undecided.
 
     python experiments/replication.py
-    python experiments/replication.py --models embedded --parts in_prompt --examples 8
+    python experiments/replication.py --models embedded --parts several_values perplexity
 
 Claims stand in `experiments/papers/claims.toml`, in the order of the papers' abstracts; none is left out because it
 fails. Policies have each paper's settings. A prompt is read once for all of them. Each model and part is a run of the
@@ -105,7 +105,7 @@ class Replication:
     """
 
     models: tuple[str, ...] = ("embedded", "varied", "smollm2-135m-instruct")
-    parts: tuple[str, ...] = ("in_prompt", "several_values", "perplexity")
+    parts: tuple[str, ...] = ("in_prompt",)
     examples: int = 32
     length: int = 1024
     batch_size: int = 16
