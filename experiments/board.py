@@ -451,7 +451,10 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
 def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> tuple[str, list[str]]:
     """What is to be seen at the bytes that tell methods apart best: a line, and a line a part."""
     level = lambda found, share: sum(c is None or c.verdict != "worse" for c in wins(found, share)[1])
-    at = min(sorted(shares), key=lambda share: sum(level(found, share) for found in parts.values()))
+    there = lambda share: min(len(found.at(share)) for found in parts.values())
+    most = max(map(there, shares))  # where few methods can work, there is little to be told apart
+    among = [share for share in sorted(shares) if 2 * there(share) > most]
+    at = min(among, key=lambda share: sum(level(found, share) for found in parts.values()))
     total = max(len(found.at(at)) for found in parts.values())
     return f"Of {total} methods at {100 * at:.4g} % of the bytes, not worse than the best:", [
         f"{level(found, at)} by {found.part.title}" for found in parts.values()

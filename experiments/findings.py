@@ -73,7 +73,7 @@ class Findings:
       prompts: how many.
       length: tokens of a prompt.
       follow: tokens behind it.
-      budget: shares of the prompt.
+      budget: shares of the prompt, below 1.
       batch_size: prompts that are read together.
       dtype: of parameters and activations.
       output: where results go.
@@ -94,6 +94,8 @@ class Findings:
         check_whole(1, **{name: getattr(self, name) for name in ("length", "follow", "batch_size")})
         check_whole(2, prompts=self.prompts)
         check_distinct("budget", self.budget)
+        if not all(0 < share < 1 for share in self.budget):
+            raise ValueError(f"budget {self.budget} must be shares of the prompt above 0 and below 1")
 
 
 def crossed() -> dict[tuple[str, str, str], Make]:
@@ -288,12 +290,17 @@ def run(options: Findings) -> None:
 
 
 def _stored(file: pathlib.Path, asked: str) -> Divergences:
-    """The divergences of the prompts that have been measured for these options; of none if there are others."""
-    if file.exists():
-        with np.load(file) as data:
-            if str(data["options"]) == asked:
-                return data["kl"].astype(float)
-    return np.zeros((0, 0, 0))
+    """The divergences of the prompts that have been measured for these options.
+
+    Raises:
+      ValueError: those of others are there.
+    """
+    if not file.exists():
+        return np.zeros((0, 0, 0))
+    with np.load(file) as data:
+        if (there := str(data["options"])) != asked:
+            raise ValueError(f"{file} was measured with {there}, not {asked}; give another --output")
+        return data["kl"].astype(float)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -243,8 +243,9 @@ def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
     yield from (f"# Of {len(rows)} tries of {len({r[0] for r in rows})} claims {each}", "")
     yield (
         f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
-        f"{', '.join(options.models)}; policies with each paper's settings, at shares of the prompt. Differences are "
-        "points of the score, of perplexities the other's over the method's, above 1 where the method is better; with "
+        f"{', '.join(options.models)}; policies with each paper's settings, each evicting from the whole prompt at "
+        "once, at shares of it. Differences are points of the score, of perplexities the other's over the method's, "
+        "above 1 where the method is better; with "
         "95 % intervals. A word is by a paired test on the same examples, adjusted for all claims of a model (Holm). "
         "For a claim to keep a share of the full cache's score, the difference is to that share; for one never to "
         f"lose, to {100 * MARGIN:.0f} points or percent less; for the gain at small budgets, between gains at the "
@@ -329,14 +330,16 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
     part, file = options.parts[0], options.output / f"early-{pathlib.PurePath(name).name}.json"
     known = json.loads(file.read_bytes()) if file.exists() else {}
     setup, found = options.board(name).setup(PARTS[part]), []
+    prompts = f"{part}, {options.examples} examples of {options.length} tokens, seed {options.seed}"
     for claim in every:
-        if claim.says not in known:
+        asked = f"{claim.says} ({prompts})"
+        if asked not in known:
             model, params = models.load(setup.source)
             made, _ = build(setup, find_builders(setup), models.load_tokenizer(setup.source), model.config)
             (policy,) = policies([claim])[claim.a[0]].values()
-            known[claim.says] = early(model, params, [prompt.tokens for prompt in made], policy)
+            known[asked] = early(model, params, [prompt.tokens for prompt in made], policy)
             write_json(file, known)
-        shares = known[claim.says]
+        shares = known[asked]
         found.append((claim, name, part, stats.compare(shares, [0.5] * len(shares)), 1.0))
     return found
 

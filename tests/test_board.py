@@ -102,6 +102,17 @@ def test_wins_are_counted_over_all_pairs_and_what_the_best_beats_is_hollow():
     np.testing.assert_allclose(axes.images[0].get_array()[:, 0], [0, 90, 100])
 
 
+def test_the_title_is_of_bytes_at_which_most_methods_run():
+    numbers = (
+        number("full", 1.0, 1.0, "1.0"),
+        *(number(*x) for x in (("a", 0.25, 1.0), ("b", 0.25, 0.9))),
+        number("a", 0.1, 0.5, "bytes-0.1"),
+    )
+    of = found(*numbers, full=[1.0] * 12, a=[1.0] * 12, b=[0.9] * 12)
+    (line, *_) = board.page(Board(bytes=(0.25, 0.1, 0.01)), {"in_prompt": of})
+    assert line.startswith("# Of 2 methods at 25 % of the bytes")
+
+
 def test_where_the_full_cache_scores_nothing_the_map_is_empty():
     numbers = number("full", 1.0, 0.0, "1.0"), number("a", 0.25, 0.0)
     (axes,) = board.heat({"in_prompt": found(*numbers, full=[0.0], a=[0.0])}, [0.25]).axes

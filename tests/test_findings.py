@@ -84,3 +84,14 @@ def test_a_finding_is_written_once(tmp_path, capsys, monkeypatch, name):
 def test_too_few_prompts_are_refused():
     with pytest.raises(ValueError, match="prompts=1 must be at least 2"):
         dataclasses.replace(Findings("what_decides"), prompts=1)
+    with pytest.raises(ValueError, match=r"budget \(0.5, 1.0\) must be shares of the prompt above 0 and below 1"):
+        Findings("what_decides", budget=(0.5, 1.0))
+
+
+def test_what_was_measured_with_other_options_is_not_overwritten(tmp_path):
+    file = tmp_path / "what_decides-embedded.npz"
+    np.savez(file, kl=np.ones((96, 4, 24)), options="{}")
+    with pytest.raises(ValueError, match=r"was measured with {}, not .*; give another --output"):
+        findings.run(Findings("what_decides", output=tmp_path))
+    with np.load(file) as data:
+        assert data["kl"].shape == (96, 4, 24)

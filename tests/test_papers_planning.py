@@ -63,6 +63,6 @@ def test_speeds_tasks_of_lm_eval_and_what_no_text_states_have_plans(name, works)
 
 
 @pytest.mark.parametrize("name", ["nacl/figure4", "roco/figure1", "roco/table5", "nacl/figure7"])
-def test_what_reads_no_data_has_no_plan(name):
-    with pytest.raises(ValueError, match=f"{name} reads no data under policies, so that there is nothing to plan"):
+def test_what_measures_no_policy_on_data_has_no_plan(name):
+    with pytest.raises(ValueError, match=f"{name} measures no policy on a data set, which is all that is planned"):
         planning.planned(ENTRIES[name], Options(name))

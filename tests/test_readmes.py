@@ -231,6 +231,23 @@ def test_the_numbers_are_those_of_the_committed_results(readme, said):
     assert not missing, "\n".join(["the README lacks", *missing])
 
 
+def test_findings_on_the_first_page_stand_on_committed_pages():
+    """Every number with an interval, whatever its sign, as it is rounded there."""
+    triple = re.compile(r"(-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]")
+    shown = lambda text: triple.findall(text.replace("+", ""))
+    sizes = lambda found: sorted(abs(float(x)) for x in found)
+    pages = [p for folder in ("board", "replication", "findings") for p in (STORED / folder).rglob("*.md")]
+    known = np.array([sizes(found) for page in pages for found in shown(page.read_text())])
+    said = shown((ROOT / "README.md").read_text())
+    results = (STORED / "README.md").read_text()
+    for title in ("The papers' claims, one by one", "What decides", "How far from hindsight"):
+        said += shown(results.split(f"## {title}\n")[1].split("\n## ")[0])
+    assert len(said) > 40
+    unit = lambda found: 10.0 ** -len(found[0].partition(".")[2])
+    lost = [found for found in said if not (np.abs(known - sizes(found)) <= 0.501 * unit(found)).all(-1).any()]
+    assert not lost
+
+
 def test_what_was_found_is_said_twice_alike():
     """Intervals of the first page stand on the experiments' page, and those, but for its main job's, in the results."""
     names = "README.md", "experiments/README.md", "experiments/bench_results/README.md"

@@ -192,6 +192,11 @@ def test_examples_stand_before_a_text_of_which_its_own_tokens_are_predicted(monk
     assert [list(p.example.questions[0].continuation) for p in five[:2]] == ids
     assert [len(p.tokens) for p in five] == [len(p.tokens) for p in most]  # there are but five others
     assert len(five[1].tokens) > len(ids[0]) * 3
+    assert [x for x in made.reduced if "stand before" in x] == ["5 rows stand before each of openbookqa_text, not 25"]
+    (tmp_path / "openbookqa_text.jsonl").write_text("\n".join(rows_ * 13))
+    more = job.Job(reduced.choose(ENTRIES["nacl/table1"], options, SMALL), options).prompts
+    longer = len(more["openbookqa_text 25-shot"][0].tokens) - len(more["openbookqa_text 5-shot"][0].tokens)
+    assert 10 * (len(ids[0]) + len(ids[1])) <= longer <= 10 * (len(ids[0]) + len(ids[1])) + 20  # twenty rows more
 
 
 def test_the_geometric_mean_of_scores_has_an_interval():
@@ -202,6 +207,7 @@ def test_the_geometric_mean_of_scores_has_an_interval():
     assert np.mean([*parts.values()]) == pytest.approx(mean(range(3)))
     jackknife = {i: 3 * mean(range(3)) - 2 * mean([j for j in range(3) if j != i]) for i in range(3)}
     assert parts == pytest.approx(jackknife, abs=0.08)
+    assert np.mean([*numbers._geometric([{0: 0.1, 1: 0.3}, {0: 0.3}]).values()]) == pytest.approx((0.2 * 0.3) ** 0.5)
     rare = [{i: float(i == 0) for i in range(20)}] * 2
     found = numbers._geometric_number("roco", 0.5, "mean", rare, [dict.fromkeys(range(20), 0.1)] * 2, None)
     assert found.ours == pytest.approx(5.0)
@@ -408,7 +414,13 @@ def test_lm_eval_runs_under_a_tables_policy(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nacl/figure2", "nacl/figure7", "nacl/figure8", "nacl/figure9", "keyformer/figure4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("nacl/figure2", "nacl/figure7", "nacl/figure8", "nacl/figure9", "nacl/section-6-4"),
+        *("keyformer/figure4", "ada-kv/figure6"),
+    ],
+)
 def test_a_drawn_entry_ends_as_pictures(tmp_path, monkeypatch, name):
     options = [name, "--examples", "2", "--length", "128", "--model", one_layer(), "--output", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["reproduce.py", *options])
@@ -433,8 +445,12 @@ GROWTH = {c.title for c in ENTRIES["keyformer/figure1"].columns}
                     {"average score"},
                 ),
                 (["keyformer/figure10"], {"4096 + 4096 (BS=1)"}),
-                (["nacl/table1", "--data", "project", "--methods", "nacl"], {"log PPL 5-shot", "log PPL 25-shot"}),
             )
+        ),
+        pytest.param(
+            ["nacl/table1", "--data", "project", "--methods", "nacl"],
+            {"log PPL 5-shot", "log PPL 25-shot"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -447,6 +463,27 @@ def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkey
     assert all(np.isfinite(n["ours"]) for n in found["numbers"])
     assert found["status"] == "machinery only"
     assert not found["faults"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"keyformer/{x}" for x in ("table3", "table4", "section-4", "appendix-a1")),
+        *(f"keyformer/figure{i}" for i in (5, 7, 8, 12, 13, 16)),
+        *("roco/table3", "roco/table8"),
+    ],
+)
+def test_entries_that_the_extra_scores_run_end_to_end(tmp_path, monkeypatch, name):
+    pytest.importorskip("rouge_score", reason="ROUGE needs the extra eval")
+    *_, method = ENTRIES[name].methods
+    monkeypatch.setattr("sys.argv", ["reproduce.py"])
+    sizes = "--examples 2 --length 96 --new-tokens 4 --batch-size 2 --budget 0.5 --data project"
+    reproduce.main([name, "--methods", method, *sizes.split(), "--model", one_layer(), "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "report.json").read_text())["numbers"]
+    assert {n["method"] for n in found} >= {method}
+    assert all(np.isfinite(n["ours"]) for n in found)
+    assert (tmp_path / "figure.png").is_file() == (not ENTRIES[name].label.startswith("table"))
 
 
 @pytest.mark.slow

@@ -353,8 +353,7 @@ def test_a_continuation_is_judged_by_how_the_text_goes_on():
 def test_a_summary_is_asked_for_behind_as_much_text_as_fits():
     e = summary(task(101, text=TEXT, tokenizer=TOKENIZER), 1, max_new_tokens=12)
     (asked,) = e.questions
-    size = 100 - len(asked.ids)
-    assert asked.references == (TOKENIZER.decode(TOKENIZER.encode(TEXT)[size : 2 * size]),)
+    assert asked.references == (TOKENIZER.decode(TOKENIZER.encode(TEXT)[100 : 200 - len(asked.ids)]),)
     assert TOKENIZER.decode(e.context[1:]) == asked.references[0]
     with pytest.raises(ValueError, match=r"summary: two tokens of text and the request need \d+ tokens"):
         summary(task(9, text=TEXT, tokenizer=TOKENIZER), 0)

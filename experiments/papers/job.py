@@ -104,6 +104,9 @@ class Job:
             count = {n: len(p) // len(options.seeds) for n, p in self.prompts.items()}
             short = (reduced.examples_short(rows.data_of(task), n) for task, n in count.items())
             self.reduced += filter(None, short)
+        for d, shots in dict.fromkeys((d, c.shots) for c in choice.columns if c.shots for d in c.data):
+            if 0 < (there := len(self.rows.get(rows.task_of(d, shots), ())) // len(options.seeds)) <= shots:
+                self.reduced.append(f"{there - 1} rows stand before each of {d}, not {shots}")
         if options.length is None and (cut := [n for n in timed if (DATA[n].words or 0) > self.length]):
             self.reduced.append(f"the model has positions for {self.length} tokens of {', '.join(cut)}")
         if entry.template and template is None:

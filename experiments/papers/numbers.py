@@ -188,11 +188,14 @@ def _geometric_number(
 
 
 def _geometric(scores: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """What rows add to the geometric mean of several mean scores, linearised: their own mean is that."""
+    """What rows add to the geometric mean of several mean scores, linearised: their own mean is that.
+
+    A row that a metric did not judge adds nothing by it.
+    """
     means = np.array([np.mean([*each.values()]) for each in scores])
     mean = float(np.prod(means) ** (1 / len(means)))
-    share = lambda i: np.mean([each[i] / m - 1 for each, m in zip(scores, means, strict=True)])
-    return {i: mean * (1 + float(share(i))) if mean else 0.0 for i in scores[0]}
+    share = lambda i: np.mean([each.get(i, m) / m - 1 for each, m in zip(scores, means, strict=True)])
+    return {i: mean * (1 + float(share(i))) if mean else 0.0 for i in dict.fromkeys(i for each in scores for i in each)}
 
 
 def _values(lines: Mapping[int, Line], metric: str) -> dict[int, Any]:

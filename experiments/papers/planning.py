@@ -43,7 +43,7 @@ def planned(entry: Entry, options: Options) -> str:
     wanted = entry.models if options.stands_for is None else (options.stands_for,)
     parts = [line for name in wanted for line in _of_model(entry, name, options)] if entry.runs else []
     if not parts:
-        raise ValueError(f"{entry.name} reads no data under policies, so that there is nothing to plan")
+        raise ValueError(f"{entry.name} measures no policy on a data set, which is all that is planned")
     return "\n".join([f"{entry.name}: {entry.shows}", *parts, ASSUMED])
 
 

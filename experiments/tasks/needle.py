@@ -123,8 +123,8 @@ def two_instructions(task: Task, index: int) -> Example:
         return (*task.bos, *task.encode("\n\n".join((rules, " ".join(found[:count])))))
 
     size = lambda count: len(context(count)) + longest
-    check_room("two_instructions", task, size(0), "two instructions and a question")
-    count = most_that_fit(size, task.length, least=0, most=len(found))
+    check_room("two_instructions", task, size(1), "two instructions, a sentence of the text and a question")
+    count = most_that_fit(size, task.length, least=1, most=len(found))
     check_enough("two_instructions", task, count, found, size(count), "sentences of the text")
     questions = [
         Question(q, references=(n,), metric="contains_all", max_new_tokens=16, stop=("\n",))

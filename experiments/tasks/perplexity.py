@@ -143,8 +143,7 @@ def summary(task: Task, index: int, *, max_new_tokens: int = 48) -> Example:
     """
     question = tuple(task.encode("\n\nIn short, this text says that"))
     check_room("summary", task, len(task.bos) + 2 + len(question), "two tokens of text and the request")
-    shorter = dataclasses.replace(task, length=task.length - len(question))
-    text = _tokens(shorter, index, "summary", shorter.length - len(task.bos))
+    text = _tokens(task, index, "summary", task.length - len(task.bos))[: -len(question)]
     says = str(task.tokenizer.decode(text))
     asked = Question(question, references=(says,), metric="f1", max_new_tokens=max_new_tokens)
     return example("summary", index, task.bos + text, asked, length=float(task.length))
