@@ -355,12 +355,12 @@ def _cells(n: Number) -> tuple[str, ...]:
 def alike(found: Found, shares: Sequence[float]) -> list[str]:
     """Markdown of what `core.table.agreement` measures, a row a policy and share of bytes."""
     of = {(n["method"], n["budget"]): n for n in found.alike}
+    ends = lambda name: (name, f"{name}_low", f"{name}_high")
     names = [name for name in found.alike[0] if f"{name}_low" in found.alike[0]]
     rows = [
-        (f"{100 * share:.4g} %", _name(n), *(_shown(own, (x, f"{x}_low", f"{x}_high"), 100) for x in names))
+        (f"{100 * share:.4g} %", _name(n), *(_shown(of[n["method"], n["budget"]], ends(x), 100) for x in names))
         for share in shares
         for n in found.at(share)
-        for own in [of[n["method"], n["budget"]]]
     ]
     return markdown.table(("bytes", "method", *names), rows)
 
