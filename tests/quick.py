@@ -22,7 +22,8 @@ ONLY = {
     "test_plan.py": r"(?!rounding|rounded|a_budget|rows_of|a_prompt_that)|rounding\w+\[h2o",
     "test_readme.py": r"every|a_policy|a_block_runs\[(Prompts|A learned gate|Meshes|The kernel|Memory|A learned score)",
     "test_steps.py": (
-        r"tokens_app|recency|memory|what_is_summed|an_empty|learned|attention\w+\[(dynamic|alibi)|a_bucket|seq|req|sizes"
+        r"tokens_app|recency|blocks_are|memory|what_is_summed|an_empty|learned|attention\w+\[(dynamic|alibi)"
+        r"|a_bucket|seq|req|sizes"
     ),
     "test_traces.py": r"(?!voters|a_reading|gates_cost|gates_have|votes)|gates_have\w+\[output",
 }

@@ -97,6 +97,20 @@ def test_memory_does_not_grow_with_the_prompt(shallow, monkeypatch):
     assert held == held[:1] * (2 + 4)
 
 
+def test_blocks_are_one_program_inside_of_jit(shallow, monkeypatch):
+    """All but the last are traced once, and keep the same tokens."""
+    model, params = shallow
+    how = {"policy": methods.roco(6), "max_new_tokens": 2, "block": 3}
+    read = lambda params, tokens: steps.prefill(model, params, tokens, **how)
+    logits, state = read(params, IDS)
+    step, traced = attend.step, []
+    monkeypatch.setattr(steps, "step", lambda *args, **how: traced.append(how) or step(*args, **how))
+    inside, other = jax.jit(read)(params, IDS)
+    assert len(traced) == 2
+    np.testing.assert_allclose(inside, logits, atol=1e-5)
+    assert live_positions(other.layers[0]) == live_positions(state.layers[0])
+
+
 def test_what_is_summed_over_blocks_is_what_is_summed_over_rows(shallow):
     policy = methods.h2o(40)
 

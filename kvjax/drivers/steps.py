@@ -185,9 +185,18 @@ def read_prompts(
         read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
         if block is not None:
             tokens = xp.pad(prompts.tokens, ((0, 0), (num * block - T, 0)))
-            for left in range(num - 1, 0, -1):
-                here = tokens[:, (num - 1 - left) * block : (num - left) * block]
-                _, state, _ = read(here, state, xp.clip(lengths - left * block, 0, block), ends=False)
+            behind = block * xp.arange(num - 1, 0, -1)
+            valid = xp.clip(lengths[None] - behind[:, None], 0, block)
+            blocks = tokens[:, :-block].reshape(B, num - 1, block).swapaxes(0, 1)
+
+            def read_block(state: State, given: tuple[Any, Any]) -> tuple[State, None]:
+                return read(given[0], state, given[1], ends=False)[1], None
+
+            if traced(*jax.tree.leaves((params, prompts))):  # compiles one block, whatever their number
+                state, _ = jax.lax.scan(read_block, state, (blocks, valid))
+            else:
+                for given in zip(blocks, valid, strict=True):
+                    state, _ = read_block(state, given)
             logits, state, _ = read(tokens[:, -block:], state, xp.minimum(lengths, block))
             return checked_logits(logits, state), state
         tokens = xp.pad(prompts.tokens, ((0, 0), (plan.infos[0].prompt_len - T, 0)))
