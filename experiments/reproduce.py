@@ -59,7 +59,7 @@ def run(options: Options, command: Sequence[str]) -> None:
     if options.layers and not entry.figures:
         raise ValueError(f"{entry.name} is measured, not drawn by layer; leave --layers {options.layers} out")
     if entry.kind == "drawn":
-        return _draw(entry, options, about)
+        return _drawn(entry, options, directory, about)
     chosen = reduced.choose(entry, options, read_config(locate(included(options.model), weights=False)))
     print(f"{entry.name}: {entry.shows}")
     print(f"{len(chosen.lines)} methods and budgets, {len(chosen.columns)} columns, for {chosen.model}")
@@ -68,7 +68,7 @@ def run(options: Options, command: Sequence[str]) -> None:
             print(f"  {title}: {item}")
     if not chosen.columns:
         raise ValueError(f"nothing of {entry.name} can run here; see what is missing above")
-    job = Job(chosen, options)
+    job, drawn = Job(chosen, options), _figures(entry, options, directory)
     for reason in job.reduced[len(chosen.reduced) :]:
         print(f"  not the paper's: {reason}")
     for fault in job.faults:
@@ -89,6 +89,8 @@ def run(options: Options, command: Sequence[str]) -> None:
         write_bytes(directory / "report.md", text.encode())
         if found and not entry.label.startswith("table"):
             picture(chosen, found, lines, job.rows).savefig(directory / "figure.png")
+        for figure in drawn:
+            figures.run(figure, about["command"])
         print(f"{text}\nwritten to {directory}")
     counts = ", ".join(f"{len(p) // len(options.seeds)} rows of {n}" for n, p in job.prompts.items())
     counts += f", each with {len(options.seeds)} seeds" if len(options.seeds) > 1 else ""
@@ -97,26 +99,29 @@ def run(options: Options, command: Sequence[str]) -> None:
     return None
 
 
-def _draw(entry: Entry, options: Options, about: dict[str, Any]) -> None:
-    """Draws an entry's figures by `experiments/figures.py`; `--data` is the text."""
+def _drawn(entry: Entry, options: Options, directory: pathlib.Path, about: dict[str, Any]) -> None:
+    """An entry of figures alone; `--data` is the text."""
     if len(options.seeds) > 1:
         raise ValueError(f"{entry.name} is drawn with one seed, not {len(options.seeds)}; give one as --seed")
     text = None if options.data in (None, PROJECT) else pathlib.Path(options.data)
-    output = options.output or pathlib.Path("results/reproduce") / entry.name.replace("/", "-")
     print(f"{entry.name}: {entry.shows}\n  drawn by experiments/figures.py {', '.join(entry.figures)}")
     if options.dry_run:
         return
-    for name in entry.figures:
-        figures.run(
-            figures.Options(
-                name, model=options.model, text=text, output=output, prompts=options.examples, length=options.length,
-                seed=options.seeds[0], dtype=options.dtype, layers=options.layers or entry.layers,
-                budget=options.budget or entry.budgets,
-            ),
-            about["command"],
-        )  # fmt: skip
+    for figure in _figures(entry, options, directory, text=text, budget=options.budget or entry.budgets):
+        figures.run(figure, about["command"])
     reason = f"drawn on {options.model}, from {text or 'the project text'}; the paper's prompts are not given"
     _record(entry, options, about, "machinery only", f"figures {', '.join(entry.figures)}", [reason])
+
+
+def _figures(entry: Entry, options: Options, directory: pathlib.Path, **more: Any) -> list[figures.Options]:
+    """What `experiments/figures.py` draws of an entry."""
+    return [
+        figures.Options(
+            name, model=options.model, output=directory, prompts=options.examples, length=options.length,
+            seed=options.seeds[0], dtype=options.dtype, layers=options.layers or entry.layers, **more,
+        )
+        for name in entry.figures
+    ]  # fmt: skip
 
 
 def _record(

@@ -217,7 +217,7 @@ def test_the_geometric_mean_of_scores_has_an_interval():
 
 def test_a_column_is_the_geometric_mean_of_others(run, tmp_path):
     pytest.importorskip("rouge_score")
-    options = ("--data", "project", "--examples", "4", "--length", "64", "--new-tokens", "6")
+    options = ("--data", "project", "--examples", "4", "--length", "128", "--new-tokens", "6")
     found, _ = run("roco/figure4", *options, "--methods", "window-0.5", "deviation-0.5")
     own = {n["column"]: n for n in found["numbers"] if n["method"] == "window-0.5"}
     parts = [n["ours"] for title, n in own.items() if title != "geometric mean"]
@@ -392,25 +392,28 @@ def test_the_list_has_every_entry_and_the_ledgers_table_is_made_from_it():
     assert (ledger.FOLDER / "README.md").read_text() == ledger.markdown(ledger.read())
 
 
-@pytest.mark.exhaustive
-def test_lm_eval_runs_under_a_tables_policy(tmp_path):
+@pytest.mark.slow
+def test_tasks_of_lm_eval_that_the_extra_has_run_end_to_end(tmp_path, monkeypatch):
+    """AhaKV's Figure 4, with one of its tasks; those that are not there stop nothing."""
     pytest.importorskip("lm_eval")
     rows_ = [{"q": f"the number {i} . the number", "choices": [f" {i}", " 9"], "label": 0} for i in range(8)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows_))
     task = {
-        "task": "copa", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "task": "openbookqa", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
         "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "choices",
         "doc_to_target": "label", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
     }  # fmt: skip
-    (tmp_path / "copa.yaml").write_text(json.dumps(task))
-    policy = ENTRIES["keyformer/table2"].methods["keyformer"].make(0.5)
-    how = {"tasks": rows.own_tasks(str(tmp_path)), "examples": 3, "pretrained": one_layer(), "max_length": 64}
-    found = rows.accuracies("copa", 0, policy, 0.5, None, **how)
-    assert len(found) == 3
-    assert set(found) <= {0.0, 1.0}
-    with pytest.raises(ValueError, match="piqa of lm-eval cannot be run under"):
-        rows.accuracies("piqa", 0, policy, 0.5, None, **how)
+    (tmp_path / "openbookqa.yaml").write_text(json.dumps(task))
+    monkeypatch.setattr("sys.argv", ["reproduce.py"])
+    argv = (
+        f"ahakv/figure4 --methods ahakv --budget 0.5 --examples 3 --length 64 --data {tmp_path} --output {tmp_path}/o"
+    )
+    reproduce.main([*argv.split(), "--model", one_layer()])
+    found = json.loads((tmp_path / "o/report.json").read_text())
+    run = {(n["method"], n["column"], n["rows"]) for n in found["numbers"]}
+    assert run == {("full", "OpenBook", 3), ("ahakv", "OpenBook", 3)}
+    assert any("wic of lm-eval cannot be run under" in fault for fault in found["faults"])
 
 
 @pytest.mark.slow
@@ -437,6 +440,7 @@ GROWTH = {c.title for c in ENTRIES["keyformer/figure1"].columns}
     ("argv", "columns"),
     [
         pytest.param(["keyformer/figure1"], GROWTH, marks=pytest.mark.slow),
+        pytest.param(["nacl/appendix-a5"], {"Speed up"}, marks=pytest.mark.slow),
         *(
             pytest.param(*each, marks=pytest.mark.exhaustive)
             for each in (
@@ -471,19 +475,21 @@ def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkey
     [
         *(f"keyformer/{x}" for x in ("table3", "table4", "section-4", "appendix-a1")),
         *(f"keyformer/figure{i}" for i in (5, 7, 8, 12, 13, 16)),
-        "roco/table3",
+        *(f"roco/table{i}" for i in (2, 3, 4, 7, 8, 9)),
+        *("nacl/figure5", "keyformer/figure3"),
     ],
 )
 def test_entries_that_the_extra_scores_run_end_to_end(tmp_path, monkeypatch, name):
     pytest.importorskip("rouge_score", reason="ROUGE needs the extra eval")
-    *_, method = ENTRIES[name].methods
+    method = ENTRIES[name].rows[-1].method
     monkeypatch.setattr("sys.argv", ["reproduce.py"])
-    sizes = "--examples 2 --length 96 --new-tokens 4 --batch-size 2 --budget 0.5 --data project"
+    sizes = "--examples 2 --length 128 --new-tokens 4 --batch-size 2 --budget 0.5 --data project"
     reproduce.main([name, "--methods", method, *sizes.split(), "--model", one_layer(), "--output", str(tmp_path)])
     found = json.loads((tmp_path / "report.json").read_text())["numbers"]
     assert {n["method"] for n in found} >= {method}
     assert all(np.isfinite(n["ours"]) for n in found)
     assert (tmp_path / "figure.png").is_file() == (not ENTRIES[name].label.startswith("table"))
+    assert all((tmp_path / f"{figure}.png").is_file() for figure in ENTRIES[name].figures)
 
 
 @pytest.mark.slow

@@ -19,7 +19,6 @@ from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classificat
 from kvjax.experiments.papers.tables import GEOMETRIC, MODELS
 
 _PERCENT = 100.0
-_NONE = Interval(math.nan, math.nan, math.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _number(
     geometric: bool = False,
     shortest: str = "",
 ) -> Number | None:
-    """A cell, whose data sets weigh the same; None where one of them has no lines."""
+    """A cell, whose data sets weigh the same; None where one has no lines, or what it is a ratio to was not run."""
     scores = lambda m, b: [_values(cells[m, label(b), task], metric) for task, metric in parts]
     values, full = scores(method, budget), scores("full", 1.0)
     if not all(values):
@@ -151,7 +150,10 @@ def _number(
     (task, metric), rows = parts[0], sum(map(len, values))
     if metric in NO_SCORES:
         other = ("block-1", task) if metric == "prefill_speedup" else (method, shortest)
-        ours = _measured(metric, [*values[0].values()], [*cells[other[0], label(budget), other[1]].values()])
+        others = [*cells[other[0], label(budget), other[1]].values()]
+        if metric == "prefill_speedup" and not others:
+            return None
+        ours = _measured(metric, [*values[0].values()], others)
         return Number(method, budget, column, rows, *ours, theirs=theirs)
     tasks = [i for i, each in enumerate(values) for _ in each]
     clusters = [contexts[n][i] for n, each in enumerate(values) for i in each]
@@ -225,8 +227,8 @@ def _measured(metric: str, lines: Sequence[Line], others: Sequence[Line]) -> Int
         found = stats.mean(each.tolist())
         return found if len(lines) > 1 else Interval(found.mean, math.nan, math.nan)
     if metric == "prefill_speedup":
-        times = [np.mean([x["prefill_seconds"] for x in each]) for each in (others, lines) if each]
-        return Interval(float(times[0] / times[1]), math.nan, math.nan) if len(times) > 1 else _NONE
+        other, own = (np.mean([x["prefill_seconds"] for x in each]) for each in (others, lines))
+        return Interval(float(other / own), math.nan, math.nan)
     found = stats.perplexity([x["nll"] for x in lines], [x.get("context", i) for i, x in enumerate(lines)])
     return Interval(*map(math.log, found)) if metric == "log_perplexity" else found
 

@@ -144,8 +144,9 @@ def same_shape(model: str, config: Any) -> bool:
 
 def lines_of(entry: Entry, model: str, options: Options) -> tuple[tuple[str, Budget], ...]:
     """Methods and budgets, each pair once: the paper's, or those that were asked for."""
-    if unknown := [m for m in options.methods if m not in entry.methods]:
-        raise ValueError(f"{entry.name} has no method {unknown[0]!r}; there are {', '.join(entry.methods)}")
+    known = [m for m in entry.methods if m == "full" or any((r.model, r.method) == (model, m) for r in entry.rows)]
+    if unknown := [m for m in options.methods if m not in known]:
+        raise ValueError(f"{entry.name} of {model} has no method {unknown[0]!r}; there are {', '.join(known)}")
     found: list[tuple[str, Budget]] = [("full", 1.0)] if "full" in entry.methods else []
     for row in entry.rows:
         if row.model != model or row.method == "full" or (options.methods and row.method not in options.methods):
