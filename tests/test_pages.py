@@ -75,10 +75,11 @@ def test_claims_are_what_the_records_say():
 
 @pytest.mark.parametrize("folder", sorted((STORED / "board").iterdir()), ids=lambda f: f.name)
 def test_boards_are_what_the_records_say(folder):
+    """A score with its interval, and the bytes of the cache."""
     titles = {part.title: name for name, part in PARTS.items()}
-    of = collections.defaultdict(lambda: collections.defaultdict(list))
+    of = collections.defaultdict(list)
     for x in records(folder):
-        of[x["part"], x["method"], x["budget"]][x["task"]].append(float(x["value"]))
+        of[x["part"], x["method"], x["budget"]].append(x)
     rows, part, share = [], "", ""
     for line in (folder / "board.md").read_text().splitlines():
         if line.startswith("## "):
@@ -86,14 +87,27 @@ def test_boards_are_what_the_records_say(folder):
             part, share = titles.get(title[0].lower() + title[1:]), at.removesuffix(" % of the bytes")
         elif part and line.startswith("| ") and not line.startswith("| method |"):
             rows.append((part, share, *(x.strip() for x in line.strip("| ").split(" | "))))
-    for part, share, name, shown, *_ in random.sample(rows, 3):
+    for part, share, name, shown, *sizes in random.sample(rows, 3):
+        full = of[part, "full", "1.0"]
         asked = part, name, f"bytes-{float(share) / 100:g}" if share[0].isdigit() else ""  # the last tables have none
-        own = of.get(asked) or of[(part, "full", "1.0") if name == "full" else (part, *name.split(" ", 1))]
-        mean = statistics.mean(statistics.mean(values) for values in own.values())
+        own = of.get(asked) or (full if name == "full" else of[(part, *name.split(" ", 1))])
+        by_task = collections.defaultdict(list)
+        for x in own:
+            by_task[x["task"]].append(float(x["value"]))
+        mean = statistics.mean(map(statistics.mean, by_task.values()))
         wanted = math.exp(mean) if part == "perplexity" else 100 * mean
-        value, low, high = (float(x) for x in shown.replace("[", "").replace("]", "").replace(",", "").split())
+        value, *ends = (float(x) for x in shown.replace("[", "").replace("]", "").replace(",", "").split())
         assert abs(value - wanted) <= 0.0501, (part, share, name)
-        assert low <= value <= high
+        assert ends[0] <= value <= ends[1]
+        if {x["value"] for x in own} <= {"0", "1"}:
+            n, z = len(own), statistics.NormalDist().inv_cdf(0.975)
+            half = z * math.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
+            wilson = [100 * (mean + z**2 / (2 * n) + x) / (1 + z**2 / n) for x in (-half, half)]
+            assert np.allclose(ends, wilson, atol=0.0501), (part, share, name)
+        total = lambda lines, column: sum(float(x[column]) for x in lines)
+        for size, column in zip(sizes, ("kv_bytes", "kv_bytes_needed"), strict=False):
+            ratio = 100 * total(own, column) / total(full, "kv_bytes")
+            assert float(size.removesuffix("%")) == pytest.approx(ratio, abs=0.0501), (part, share, name)
 
 
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("to_hindsight-*.npz")), ids=lambda f: f.stem)
