@@ -2,7 +2,8 @@
 
     python -m tests.kills DIRECTORY 30
 
-kills by turns the main job under both protocols, a sweep, the learning of budgets, and the training of a model.
+kills by turns the main job under both protocols, a sweep, a board, the learning of budgets, and the training of a
+model.
 """
 
 import json
@@ -21,7 +22,7 @@ import orbax.checkpoint as ocp
 from tests.runs import ROOT, one_layer, samples, without_times
 
 TASKS = "multi_turn", "evicted_perplexity"
-KINDS = "in_prompt", "after_compression", "sweep", "learn", "train"
+KINDS = "in_prompt", "after_compression", "sweep", "board", "learn", "train"
 ROW = {"context": "the code for ada is 7 3 .", "question": "what is the code for ada ?", "answers": ["7 3"]}
 
 
@@ -41,6 +42,9 @@ def options(kind, here):
             str(here / "model"),
             *sizes,
         ]
+    if kind == "board":
+        sizes = "--methods window h2o --bytes 0.5 --examples 2 --length 320 --batch-size 2".split()
+        return "board", [*sizes, "--parts", "perplexity", "continuation", "--output", str(here)]
     if kind == "learn":
         sizes = "--window-size 8 --budget 0.25 --length 128 --calibration 2 --held-out 2 --tasks single_needle".split()
         sizes += ["--batch-size", "2", "--future", "4", "--steps", "30", "--model", one_layer()]
@@ -78,7 +82,11 @@ def content(path):
         return sorted(json.dumps(line | {"id": ""}) for line in without_times(samples(path.parent)))  # the data's path
     if path.suffix == ".npz":
         return {name: array.tolist() for name, array in np.load(path, allow_pickle=False).items()}
-    if path.suffix == ".safetensors" or path.name == "bad_rows.jsonl" or path.parent.name == "tables":
+    if (
+        path.suffix == ".safetensors"
+        or path.name in ("bad_rows.jsonl", "scores.csv.gz")
+        or path.parent.name == "tables"
+    ):
         return path.read_bytes()
     return None
 
