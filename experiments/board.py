@@ -440,7 +440,9 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
         if score:
             axes.set_xlim(-3, 103)
         else:
-            axes.set_xscale("log")
+            axes.set_xscale("log", subs=(2, 5))
+            for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+                axis("{x:g}")
         axes.set_yticks(range(len(names)), names, fontsize="x-small")
         axes.legend(fontsize="x-small", loc="lower right" if score else "upper right")
     head, each = _title(parts, shares)

@@ -171,6 +171,15 @@ def test_tasks_weigh_the_same():
     assert shared == pytest.approx(stats.perplexity([1.0, 2.0, 3.0]))
 
 
+def test_small_p_values_are_of_all_flips():
+    """As by going through them, and small enough for a correction for hundreds of comparisons."""
+    x = np.random.default_rng(0).normal(1, 1, 16)
+    sums = ((np.arange(2**16)[:, None] >> np.arange(16)) % 2) @ x
+    expected = 2 * min((sums <= 0).mean(), (sums >= 0).mean())
+    assert compare_perplexity((-x).tolist(), [0.0] * 16).p == pytest.approx(expected, rel=0.01)
+    assert compare_perplexity(np.linspace(-2, -1, 32).tolist(), [0.0] * 32).p == 2.0**-31
+
+
 def test_holm():
     found = adjusted([Comparison(0.1, 0.0, 0.2, p, 10, "sign-flip") for p in (0.01, 0.04, 0.03, 0.005)])
     assert [c.p for c in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
