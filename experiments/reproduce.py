@@ -100,7 +100,7 @@ def run(options: Options, command: Sequence[str]) -> None:
 
 
 def _drawn(entry: Entry, options: Options, directory: pathlib.Path, about: dict[str, Any]) -> None:
-    """An entry of figures alone; `--data` is the text."""
+    """Draws an entry that measures nothing; `--data` is the text."""
     if len(options.seeds) > 1:
         raise ValueError(f"{entry.name} is drawn with one seed, not {len(options.seeds)}; give one as --seed")
     text = None if options.data in (None, PROJECT) else pathlib.Path(options.data)
