@@ -30,7 +30,7 @@ import tyro
 from tqdm import tqdm
 
 from kvjax import models
-from kvjax.configs.experiment import check_whole
+from kvjax.configs.experiment import check_distinct, check_whole
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.locks import alone_in
@@ -55,7 +55,7 @@ class Options:
       output: directory for the results.
       prompts: how many prompts; what the figure is made for if None.
       length: tokens of a prompt; what the figure is made for if None.
-      seed: of the project's text.
+      seed: of the project's text; with several, the prompts of all.
       dtype: of parameters and activations; "auto" for the one that is stored.
       layers: those that are drawn, for figures with a panel a layer; all if not given.
       budget: tokens of a head (128) or shares of the prompt (0.2); what the figure is made for if not given.
@@ -67,7 +67,7 @@ class Options:
     output: pathlib.Path = pathlib.Path("results/figures")
     prompts: int | None = None
     length: int | None = None
-    seed: int = 0
+    seed: int | tuple[int, ...] = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     layers: tuple[int, ...] = ()
     budget: tuple[int | float, ...] = ()
@@ -78,12 +78,20 @@ class Options:
         given = {n: v for n in ("prompts", "length") if (v := getattr(self, n)) is not None}
         check_whole(1, **given)
         check_whole(0, seed=self.seed)
+        check_distinct("seed", self.seeds)
+        if len(self.seeds) > 1 and self.text is not None:
+            raise ValueError(f"{self.text} is one text for all {len(self.seeds)} seeds; raise --prompts instead")
         for name in self.given:
             takes = [n for n, f in FIGURES.items() if name in inspect.signature(f.data).parameters]
             if self.name not in takes:
                 raise ValueError(f"{self.name} has no {name}; those that have are {', '.join(takes)}")
         if self.output.exists() and not self.output.is_dir():
             raise ValueError(f"output={self.output} is a file, not a directory")
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """All seeds."""
+        return self.seed if isinstance(self.seed, tuple) else (self.seed,)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -171,7 +179,8 @@ def run(options: Options, command: Sequence[str]) -> None:
         figure = FIGURES[name]
         size = {"count": options.prompts or figure.prompts, "length": options.length or figure.length}
         if options.text is None:
-            tokens = prompts.from_project(tokenizer, **size, seed=options.seed)
+            each = [prompts.from_project(tokenizer, **size, seed=seed) for seed in options.seeds]
+            tokens = np.concatenate(each)
         else:
             tokens = prompts.from_file(tokenizer, options.text, **size)
         text = "project" if options.text is None else str(options.text)

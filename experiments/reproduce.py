@@ -101,8 +101,6 @@ def run(options: Options, command: Sequence[str]) -> None:
 
 def _drawn(entry: Entry, options: Options, directory: pathlib.Path, about: dict[str, Any]) -> None:
     """Draws an entry that measures nothing; `--data` is the text."""
-    if len(options.seeds) > 1:
-        raise ValueError(f"{entry.name} is drawn with one seed, not {len(options.seeds)}; give one as --seed")
     text = None if options.data in (None, PROJECT) else pathlib.Path(options.data)
     print(f"{entry.name}: {entry.shows}\n  drawn by experiments/figures.py {', '.join(entry.figures)}")
     if options.dry_run:
@@ -118,7 +116,7 @@ def _figures(entry: Entry, options: Options, directory: pathlib.Path, **more: An
     return [
         figures.Options(
             name, model=options.model, output=directory, prompts=options.examples, length=options.length,
-            seed=options.seeds[0], dtype=options.dtype, layers=options.layers or entry.layers, **more,
+            seed=options.seed, dtype=options.dtype, layers=options.layers or entry.layers, **more,
         )
         for name in entry.figures
     ]  # fmt: skip

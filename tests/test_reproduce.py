@@ -252,7 +252,7 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/table1"], "nothing of ada-kv/table1 can run here"),
         (["ada-kv/figure4", "--data", "project"], "does not state its budget; give --budget"),
         (["ada-kv/table3"], "nothing to run"),
-        (["ahakv/figure5", "--seed", "0", "1"], "is drawn with one seed, not 2; give one as --seed"),
+        (["ahakv/figure5", "--data", __file__, "--seed", "0", "1"], "one text for all 2 seeds; raise --prompts"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
     ],
 )
@@ -425,11 +425,12 @@ def test_tasks_of_lm_eval_that_the_extra_has_run_end_to_end(tmp_path, monkeypatc
     ],
 )
 def test_a_drawn_entry_ends_as_pictures(tmp_path, monkeypatch, name):
-    options = [name, "--examples", "2", "--length", "128", "--model", one_layer(), "--output", str(tmp_path)]
+    options = [name, "--examples", "1", "--length", "128", "--model", one_layer(), "--output", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["reproduce.py", *options])
-    reproduce.main(options)
+    reproduce.main([*options, "--seed", "0", "3"])  # a prompt of each
     for figure in ENTRIES[name].figures:
-        assert json.loads((tmp_path / f"{figure}.json").read_text())["config"]["length"] == 128
+        config = json.loads((tmp_path / f"{figure}.json").read_text())["config"]
+        assert (config["length"], config["count"], config["seed"]) == (128, 1, [0, 3])
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
 

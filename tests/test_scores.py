@@ -66,20 +66,21 @@ def probabilities(q, k, newest=0):
     return e / e.sum(-1, keepdims=True)
 
 
-def test_sums_decay_and_rows_after_the_first_eviction_are_damped():
+@pytest.mark.parametrize(("decay", "damping"), [(0.7, 1.0), (1.0, 0.4), (0.7, 0.4)])
+def test_sums_decay_and_rows_after_the_first_eviction_are_damped(decay, damping):
     """Token by token: the score and the tokens of each head are those of a plain loop."""
     q, k, v = tensors.qkv(3, B=1, T=12)
-    policy = kvjax.Evict(Faded(decay=0.7, damping=0.4), 8, when=STEP)
+    policy = kvjax.Evict(Faded(decay=decay, damping=damping), 8, when=STEP)
     kv = tensors.replay(policy, [{"q": q, "k": k, "v": v}], 8, block=1).kv
     x = np.einsum("ngth,nsh->ngts", np.asarray(q, np.float64).reshape(K, N // K, 12, -1), np.asarray(k[0], np.float64))
     weights = np.exp(x / np.sqrt(q.shape[-1]))
     for head in range(K):
         held: dict[int, float] = {}
         for t in range(12):
-            factor, held = (0.4 if len(held) < t else 1.0), {**held, t: 0.0}
+            factor, held = (damping if len(held) < t else 1.0), {**held, t: 0.0}
             rows = weights[head, :, t, list(held)].T
             rows = (rows / rows.sum(-1, keepdims=True)).mean(0)
-            held = {p: 0.7 * old + factor * new for (p, old), new in zip(held.items(), rows, strict=True)}
+            held = {p: decay * old + factor * new for (p, old), new in zip(held.items(), rows, strict=True)}
             if len(held) > 8:
                 held.pop(min(held, key=lambda p: (held[p], p)))
         pairs = zip(kv.pos[0, head].tolist(), kv.memory.score[0, head].tolist(), strict=True)

@@ -9,10 +9,12 @@ import numpy as np
 import kvjax
 from kvjax import Policy, models
 from kvjax.configs.experiment import label
+from kvjax.experiments.papers import FIGURES
+from kvjax.experiments.papers.attention import BLOCK
 from kvjax.experiments.papers.methods import Budget, Method
 from kvjax.experiments.papers.reduced import JUDGED, Options, lines_of
 from kvjax.experiments.papers.rows import data_of, task_of
-from kvjax.experiments.papers.tables import DATA, MODELS, Entry, Model
+from kvjax.experiments.papers.tables import DATA, ENTRIES, MODELS, Entry, Model
 from kvjax.plan import make_plan
 
 FLOPS, BANDWIDTH = 400e12, 2.0e12  # 40 and 60 % of what is stated of an H100 in bfloat16
@@ -37,11 +39,20 @@ class Work(NamedTuple):
 def planned(entry: Entry, options: Options) -> str:
     """What an entry runs, how long that takes and what it holds; options that make a run smaller do so here.
 
+    Figures that are drawn read prompts with one model of the paper.
+
     Raises:
-      ValueError: an entry that reads no data with a model, or a budget that is not stated and not given.
+      ValueError: an entry that reads no data with a model, a model that it has not, or a budget that is not stated and
+        not given.
     """
-    wanted = entry.models if options.stands_for is None else (options.stands_for,)
-    parts = [line for name in wanted for line in _of_model(entry, name, options)] if entry.runs else []
+    known = entry.models or next(e.models for e in ENTRIES.values() if e.paper == entry.paper and e.models)
+    wanted = known if options.stands_for is None else (options.stands_for,)
+    if wanted[0] not in known:
+        raise ValueError(f"{entry.name} has no model {wanted[0]!r}; there are {', '.join(known)}")
+    if entry.kind == "drawn":
+        parts = [_of_figure(name, MODELS[wanted[0]], options) for name in entry.figures]
+    else:
+        parts = [line for name in wanted for line in _of_model(entry, name, options)] if entry.runs else []
     if not parts:
         raise ValueError(f"{entry.name} measures no policy on a data set, which is all that is planned")
     return "\n".join([f"{entry.name}: {entry.shows}", *parts, ASSUMED])
@@ -65,6 +76,22 @@ def _of_model(entry: Entry, name: str, options: Options) -> Iterator[str]:
     weights = 2 * model.billions
     parts = f"{weights:.3g} of weights, {most / 1e9:.3g} of caches and reading ({longest.task} under {largest})"
     yield f"  in all {sum(hours):.3g} hours and {weights + most / 1e9:.3g} of the card's 80 GB: {parts}"
+
+
+def _of_figure(name: str, model: Model, options: Options) -> str:
+    """The line about a figure: its prompts are read, and their attention is read again, some rows at a time."""
+    size, H = FIGURES[name], model.head_dim
+    prompts = (options.examples or size.prompts) * len(options.seeds)
+    tokens = min(options.length or size.length, model.positions)
+    heads = model.query_heads or model.width // H
+    operations = 2e9 * model.billions * tokens + 6 * model.layers * heads * H * tokens**2
+    spent = max(prompts * operations / FLOPS, 2e9 * model.billions / BANDWIDTH)
+    read = 2 * model.layers * (heads + 2 * model.kv_heads) * H + 8 * heads * BLOCK
+    return (
+        f"{name} by {model.title}: {prompts} prompts of {tokens:,} tokens, read once with all rows of attention, "
+        f"{spent:.2g} seconds and {2 * model.billions + prompts * tokens * read / 1e9:.3g} of the card's 80 GB; "
+        "evicting token by token takes longer"
+    )
 
 
 def work(name: str, shots: int, model: Model, options: Options) -> Work:
