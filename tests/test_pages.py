@@ -12,6 +12,7 @@ import tomllib
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from kvjax.experiments.board import PARTS
 from tests.runs import ROOT
@@ -73,24 +74,36 @@ def test_claims_are_what_the_records_say():
         assert {"holds": low > 0, "reversed": high < 0, "undecided": True}[word]
 
 
-@pytest.mark.parametrize("folder", sorted((STORED / "board").iterdir()), ids=lambda f: f.name)
-def test_boards_are_what_the_records_say(folder):
-    """A score with its interval, and the bytes of the cache."""
-    titles = {part.title: name for name, part in PARTS.items()}
-    of = collections.defaultdict(list)
-    for x in records(folder):
-        of[x["part"], x["method"], x["budget"]].append(x)
-    rows, part, share = [], "", ""
+BOARDS = pytest.mark.parametrize("folder", sorted((STORED / "board").iterdir()), ids=lambda f: f.name)
+
+
+def rows_of(folder):
+    """Rows of a board's tables, each with its part and share, or nothing of the tables of what has no budget."""
+    titles, part, share = {part.title: name for name, part in PARTS.items()}, None, ""
     for line in (folder / "board.md").read_text().splitlines():
         if line.startswith("## "):
             title, _, at = line.removeprefix("## ").rpartition(", ")
             part, share = titles.get(title[0].lower() + title[1:]), at.removesuffix(" % of the bytes")
         elif part and line.startswith("| ") and not line.startswith("| method |"):
-            rows.append((part, share, *(x.strip() for x in line.strip("| ").split(" | "))))
-    for part, share, name, shown, *sizes in random.sample(rows, 3):
-        full = of[part, "full", "1.0"]
-        asked = part, name, f"bytes-{float(share) / 100:g}" if share[0].isdigit() else ""  # the last tables have none
-        own = of.get(asked) or (full if name == "full" else of[(part, *name.split(" ", 1))])
+            yield part, share if share[0].isdigit() else "", *(x.strip() for x in line.strip("| ").split(" | "))
+
+
+def lines_of(folder):
+    """A function from a row's part, share and name to its records."""
+    of = collections.defaultdict(list)
+    for x in records(folder):
+        of[x["part"], x["method"], x["budget"]].append(x)
+    named = lambda name: ("full", "1.0") if name == "full" else (*name.split(" ", 1),)
+    asked = lambda share, name: (name, f"bytes-{float(share) / 100:g}") if share else ()
+    return lambda part, share, name: of.get((part, *asked(share, name))) or of[(part, *named(name))]
+
+
+@BOARDS
+def test_boards_are_what_the_records_say(folder):
+    """A score or perplexity with its interval, and the bytes of the cache."""
+    lines = lines_of(folder)
+    for part, share, name, shown, *sizes in random.sample([*rows_of(folder)], 3):
+        full, own = lines(part, "", "full"), lines(part, share, name)
         by_task = collections.defaultdict(list)
         for x in own:
             by_task[x["task"]].append(float(x["value"]))
@@ -99,15 +112,48 @@ def test_boards_are_what_the_records_say(folder):
         value, *ends = (float(x) for x in shown.replace("[", "").replace("]", "").replace(",", "").split())
         assert abs(value - wanted) <= 0.0501, (part, share, name)
         assert ends[0] <= value <= ends[1]
-        if {x["value"] for x in own} <= {"0", "1"}:
-            n, z = len(own), statistics.NormalDist().inv_cdf(0.975)
+        n, known = len(own), None
+        if part == "perplexity":
+            values, contexts = [float(x["value"]) for x in own], {x["context"] for x in own}
+            half = scipy.stats.t.ppf(0.975, n - 1) * statistics.stdev(values) / math.sqrt(n)
+            known = [math.exp(mean + x) for x in (-half, half)] if len(contexts) == n else None
+        elif {x["value"] for x in own} <= {"0", "1"}:
+            z = statistics.NormalDist().inv_cdf(0.975)
             half = z * math.sqrt(mean * (1 - mean) / n + (z / (2 * n)) ** 2)
-            wilson = [100 * (mean + z**2 / (2 * n) + x) / (1 + z**2 / n) for x in (-half, half)]
-            assert np.allclose(ends, wilson, atol=0.0501), (part, share, name)
+            known = [100 * (mean + z**2 / (2 * n) + x) / (1 + z**2 / n) for x in (-half, half)]
+        assert known is None or np.allclose(ends, known, atol=0.0501), (part, share, name)
         total = lambda lines, column: sum(float(x[column]) for x in lines)
         for size, column in zip(sizes, ("kv_bytes", "kv_bytes_needed"), strict=False):
             ratio = 100 * total(own, column) / total(full, "kv_bytes")
             assert float(size.removesuffix("%")) == pytest.approx(ratio, abs=0.0501), (part, share, name)
+
+
+@BOARDS
+def test_p_values_of_boards_are_what_the_records_say(folder):
+    """McNemar's, of one table of answers that are right or wrong, after Holm's correction for all its pairs."""
+    lines, tables = lines_of(folder), collections.defaultdict(dict)
+    for part, share, name, *cells in rows_of(folder):
+        if share:
+            tables[part, share][name] = cells[-1]
+    right = lambda at, name: [x["value"] for x in sorted(lines(*at, name), key=lambda x: (x["task"], int(x["index"])))]
+    plain = {at: of for at, of in tables.items() if all({*right(at, name)} <= {"0", "1"} for name in of)}
+    for at in random.sample([*plain], min(1, len(plain))):
+        p, values = {}, {name: right(at, name) for name in plain[at]}
+        for a, b in itertools.combinations(values, 2):
+            won, lost = (
+                sum(pair == which for pair in zip(values[a], values[b], strict=True))
+                for which in (("1", "0"), ("0", "1"))
+            )
+            few, of = min(won, lost), won + lost
+            p[a, b] = min(1.0, 2 * sum(math.comb(of, i) for i in range(few + 1)) / 2**of)
+        holm = 0.0
+        for rank, pair in enumerate(sorted(p, key=p.get)):
+            holm = p[pair] = max(holm, min(1.0, (len(p) - rank) * p[pair]))
+        best, *others = plain[at]
+        for name in random.sample(others, 3):
+            shown, word = plain[at][name].removeprefix("p = ").split(", ")
+            assert float(shown) == pytest.approx(p[best, name], rel=0.051), (at, name)
+            assert (word == "worse") == (p[best, name] < 0.05), (at, name)
 
 
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("to_hindsight-*.npz")), ids=lambda f: f.stem)
