@@ -40,6 +40,7 @@ from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.papers.methods import METHODS
 from kvjax.models import pad_left
+from kvjax.models.embedded import INCLUDED
 from kvjax.models.written import write_bytes
 
 CLAIMS: Final = pathlib.Path(__file__).parent / "papers" / "claims.toml"
@@ -101,6 +102,7 @@ class Replication:
       length: tokens of a prompt.
       batch_size: prompts that run together.
       seed: of examples and draws.
+      text: a file of text for models that do not come with the project, in place of the project's.
       output: where runs and results go.
     """
 
@@ -110,6 +112,7 @@ class Replication:
     length: int = 1024
     batch_size: int = 16
     seed: int = 0
+    text: str | None = None
     output: pathlib.Path = pathlib.Path("results/replication")
 
     def __post_init__(self):
@@ -121,7 +124,8 @@ class Replication:
     def board(self, model: str) -> Board:
         """The sizes of a model's runs."""
         sizes = {"length": self.length, "batch_size": self.batch_size, "seed": self.seed}
-        return Board(model, parts=self.parts, examples=self.examples, **sizes)
+        text = None if model in INCLUDED else self.text
+        return Board(model, parts=self.parts, examples=self.examples, text=text, **sizes)
 
 
 def policies(every: Sequence[Claim]) -> dict[str, dict[float, Policy]]:
@@ -241,9 +245,12 @@ def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
     count = {w: sum(word(row) == w for row in rows) for w in WORDS.values()}
     each = ", ".join(f"{n} {'hold' if w == 'holds' else w}" for w, n in count.items())
     yield from (f"# Of {len(rows)} tries of {len({r[0] for r in rows})} claims {each}", "")
+    text = (
+        "" if options.text is None else f" (text {pathlib.PurePath(options.text).name} where it is not the project's)"
+    )
     yield (
         f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
-        f"{', '.join(options.models)}; policies with each paper's settings, each evicting from the whole prompt at "
+        f"{', '.join(options.models)}{text}; policies with each paper's settings, each evicting from the whole prompt at "
         "once, at shares of it. Differences are points of the score, of perplexities the other's over the method's, "
         "above 1 where the method is better; with "
         "95 % intervals. A word is by a paired test on the same examples, adjusted for all claims of a model (Holm). "

@@ -82,6 +82,11 @@ def test_every_claim_has_policies_and_equal_ones_run_once():
             assert run[called[name, str(budget)], budget] == policy
 
 
+def test_a_text_is_for_models_that_have_none_of_their_own():
+    board = replication.Replication(text="some.txt").board
+    assert (board("embedded").text, board("smollm2-135m-instruct").text) == (None, "some.txt")
+
+
 @pytest.mark.slow
 def test_a_replication_is_written_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(replication, "CLAIMS", tmp_path / "claims.toml")
