@@ -118,6 +118,8 @@ class Replication:
     def __post_init__(self):
         check_whole(1, examples=self.examples, length=self.length)
         check_distinct("models", self.models)
+        if self.text is not None and not {*self.models} - {*INCLUDED}:
+            raise ValueError(f"no model reads {self.text}: {' and '.join(self.models)} have a language of their own")
         for model in self.models:
             self.board(model)
 
@@ -250,13 +252,13 @@ def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
     )
     yield (
         f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
-        f"{', '.join(options.models)}{text}; policies with each paper's settings, each evicting from the whole prompt at "
-        "once, at shares of it. Differences are points of the score, of perplexities the other's over the method's, "
-        "above 1 where the method is better; with "
-        "95 % intervals. A word is by a paired test on the same examples, adjusted for all claims of a model (Holm). "
-        "For a claim to keep a share of the full cache's score, the difference is to that share; for one never to "
-        f"lose, to {100 * MARGIN:.0f} points or percent less; for the gain at small budgets, between gains at the "
-        "smallest and the largest; for the beginning, between the share of what is kept there and a half."
+        f"{', '.join(options.models)}{text}; policies with each paper's settings, each evicting from the whole prompt "
+        "at once, at shares of it. Differences are points of the score, of perplexities the other's over the method's, "
+        "above 1 where the method is better; with 95 % intervals. A word is by a paired test on the same examples, "
+        "adjusted for all claims of a model (Holm). For a claim to keep a share of the full cache's score, the "
+        f"difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent less; for the "
+        "gain at small budgets, between gains at the smallest and the largest; for the beginning, between the share "
+        "of what is kept there and a half."
     )
     yield from ("", "![The claims with intervals](claims.png)")
     for paper, title in PAPERS.items():
