@@ -47,6 +47,23 @@ def test_outputs_beside_the_full_caches():
     assert {v for v in table.agreement(equal, ["exact_match", "f1"]).iloc[0] if isinstance(v, float)} == {1.0}
 
 
+def test_what_a_metric_cannot_judge_is_equal_or_not(monkeypatch):
+    """As ROUGE, a reference without letters."""
+
+    def letters(output, references):
+        if not any(map(str.isalpha, references[0])):
+            raise ValueError("no letters")
+        return 0.5
+
+    monkeypatch.setattr(table.metrics, "find", lambda name: letters)
+    lines = [
+        answer(m, i, text)
+        for i in range(3)
+        for m, text in (("full", ("= =", "= =", "a")[i]), ("h2o", ("= =", "=", "b")[i]))
+    ]
+    assert table.agreement(table.lines(lines), ["rouge_l"])["rouge_l"].tolist() == [1.0, 0.0, 0.5]
+
+
 def test_answers_are_judged_by_those_of_the_full_cache():
     full = FULL[:2]
     found = table.beside_full(table.lines([*full, answer("h2o", 0, "one two four"), answer("h2o", 1, "")]))
