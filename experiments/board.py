@@ -436,7 +436,8 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
                 look["markerfacecolor"] = "white" if hollow else look["color"]
                 at, label = names.index(_name(n)) + aside, f"{100 * share:.4g} % of the bytes" if k == 0 else None
                 axes.errorbar([scale * n["value"]], [at], xerr=ends, label=label, **look)
-        axes.set(xlabel="score, %" if score else "perplexity", title=found.part.title, ylim=(-0.7, len(names) - 0.3))
+        axes.set(xlabel="score, %" if score else "perplexity", title=found.part.title)
+        axes.set_ylim(-0.7 - 0.8 * len(shares), len(names) - 0.3)  # the legend stands below all methods
         if score:
             axes.set_xlim(-3, 103)
         else:
@@ -444,7 +445,7 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
             for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
                 axis("{x:g}")
         axes.set_yticks(range(len(names)), names, fontsize="x-small")
-        axes.legend(fontsize="x-small", loc="lower right" if score else "upper right")
+        axes.legend(fontsize="x-small", loc="lower right")
     head, each = _title(parts, shares)
     source = "hollow: worse than the best at these bytes, by a paired test; 95 % intervals"
     return message(figure, "\n".join([head.replace(", not", ",\nnot"), *each]), source)

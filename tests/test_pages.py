@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 import tomllib
 
@@ -31,8 +32,8 @@ def cells(folder, name):
     return [row for row in rows if not set(row[0]) <= set("-| ")]
 
 
-def difference(claim, values, full):
-    """A claim's mean difference: `values` of a policy and budget, and the full cache's, by example."""
+def difference(claim, values, full, likely):
+    """A claim's mean difference: `values` of a policy and budget, and the full cache's, by example; log-likelihoods?"""
     a, b = claim["a"], claim.get("b", [])
     pairs = list(zip(a, b)) if len(a) == len(b) else [(x, y) for x in a for y in b or [None]]  # noqa: B905
     kind, share, budgets = claim.get("kind", "better"), claim.get("share", 1.0), claim["budgets"]
@@ -43,35 +44,39 @@ def difference(claim, values, full):
         return statistics.mean(gain(min(budgets))) - statistics.mean(gain(max(budgets)))
     other = {
         "better": lambda q, budget: values(q, budget),
-        "not_worse": lambda q, budget: [max(y - 0.02, 0) for y in values(q, budget)],
-        "keeps": lambda q, budget: [share * y for y in full],
+        "not_worse": lambda q, budget: [y - math.log(1.02) if likely else max(y - 0.02, 0) for y in values(q, budget)],
+        "keeps": lambda q, budget: [y + math.log(share) if likely else share * y for y in full],
     }[kind]
     return statistics.mean(
         x - y for p, q in pairs for budget in budgets for x, y in zip(values(p, budget), other(q, budget), strict=True)
     )
 
 
-def test_claims_are_what_the_records_say():
-    """Of scores; a row of perplexities, or of where kept tokens stand, is drawn again."""
-    folder = STORED / "replication"
+@pytest.mark.parametrize(
+    "folder", [STORED / "replication", STORED / "replication" / "perplexity"], ids=lambda f: f.name
+)
+def test_claims_are_what_the_records_say(folder):
+    """Of scores and perplexities; a row of where kept tokens stand is drawn again."""
     known = {c["says"]: c for each in tomllib.loads(
         (ROOT / "experiments" / "papers" / "claims.toml").read_text()).values() for c in each}  # fmt: skip
-    parts = {"one value, asked in the prompt": "in_prompt", "several values, asked in the prompt": "several_values"}
-    of = {}
+    parts, of = {part.title: name for name, part in PARTS.items()}, {}
     for x in records(folder):
-        of.setdefault((x["model"], x["part"], x["method"], x["budget"]), {})[x["task"], int(x["index"])] = float(
-            x["value"]
-        )
-    rows = [r for r in cells(folder, "replication.md") if r[0] in known and r[3] in parts]
-    rows = [r for r in rows if known[r[0]].get("kind") != "early"]
+        sign = -1 if x["part"] == "perplexity" else 1
+        own = of.setdefault((x["model"], x["part"], x["method"], x["budget"]), {})
+        own[x["task"], int(x["index"])] = sign * float(x["value"])
+    rows = [r for r in cells(folder, "replication.md") if r[0] in known and known[r[0]].get("kind") != "early"]
     for says, _, model, measured, shown, word in random.sample(rows, 3):
         part = parts[measured]
+        likely = part == "perplexity"
         by = lambda name, budget, m=model, p=part: [x for _, x in sorted(of[m, p, name, str(budget)].items())]
-        wanted = 100 * difference(known[says], by, by("full", "1.0"))
-        mean, low, high = (float(x) for x in shown.replace("[", "").replace("]", "").replace(",", "").split())
-        assert abs(mean - wanted) <= 0.0501, (says, model, measured)
+        wanted = difference(known[says], by, by("full", "1.0"), likely)
+        mean, low, high = (float(x) for x in re.sub(r"[^-+.0-9 ]", "", shown).split())
+        assert abs(mean - (math.exp(wanted) if likely else 100 * wanted)) <= (0.000501 if likely else 0.0501), (
+            says,
+            model,
+        )
         assert low <= mean <= high
-        assert {"holds": low > 0, "reversed": high < 0, "undecided": True}[word]
+        assert {"holds": low > likely, "reversed": high < likely, "undecided": True}[word]
 
 
 BOARDS = pytest.mark.parametrize("folder", sorted((STORED / "board").iterdir()), ids=lambda f: f.name)
@@ -193,3 +198,23 @@ def test_what_decides_is_what_the_records_say(file):
             assert abs(float(shown.split(" ")[0]) - 100 * share) <= 0.0501, (factor, column)
             level = random.choice(tables[factor])
             assert abs(float(level[1 + column].split(" ")[0]) - math.exp(at[level[0]])) <= 0.000501, level
+
+
+@pytest.mark.parametrize("name", ["summary", "unseen"])
+def test_learned_scores_lose_what_the_records_say(name):
+    """The loss, and how much less it is than SnapKV's on the same prompts, with Student-t intervals."""
+    folder, of = STORED / "learned_scorer", {}
+    samples = folder / ("samples.jsonl.gz" if name == "summary" else "unseen.jsonl.gz")
+    for x in map(json.loads, gzip.decompress(samples.read_bytes()).splitlines()):
+        of.setdefault((x["budget"], x["method"]), {})[x["task"], x["index"]] = x["loss"]
+    for row in random.sample(json.loads((folder / f"{name}.json").read_text())["rows"], 3):
+        new = {"learned from": (False,), "unseen": (True,)}.get(row.get("tasks"), (False, True))
+        own, other = (of[row["budget"], method] for method in (row["method"], "snapkv"))
+        keys = [key for key in own if (key[0] in ("key_value", "perplexity")) in new]
+        assert len(keys) == row["prompts"]
+        less = [other[key] - own[key] for key in keys]
+        for what, values in (("loss", [own[key] for key in keys]), ("less", less)):
+            low, high = (row["low"], row["high"]) if what == "loss" else (row["less_low"], row["less_high"])
+            mean = statistics.mean(values)
+            half = scipy.stats.t.ppf(0.975, len(keys) - 1) * statistics.stdev(values) / math.sqrt(len(keys))
+            assert (row[what], low, high) == pytest.approx((mean, mean - half, mean + half), abs=1e-6)
