@@ -80,7 +80,7 @@ class Options:
         check_whole(0, seed=self.seed)
         check_distinct("seed", self.seeds)
         if len(self.seeds) > 1 and self.text is not None:
-            raise ValueError(f"{self.text} is one text for all {len(self.seeds)} seeds; raise --prompts instead")
+            raise ValueError(f"{self.text} is one text for all {len(self.seeds)} seeds; ask for more prompts instead")
         for name in self.given:
             takes = [n for n, f in FIGURES.items() if name in inspect.signature(f.data).parameters]
             if self.name not in takes:

@@ -120,6 +120,8 @@ class Replication:
         check_distinct("models", self.models)
         if self.text is not None and not {*self.models} - {*INCLUDED}:
             raise ValueError(f"no model reads {self.text}: {' and '.join(self.models)} have a language of their own")
+        if self.text is not None and not pathlib.Path(self.text).is_file():
+            raise ValueError(f"there is no file {self.text}; --text names one")
         for model in self.models:
             self.board(model)
 
@@ -242,6 +244,10 @@ def shown(row: Row) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * scale * x for x in (c.difference, c.low, c.high)))
 
 
+def _measured(row: Row) -> str:
+    return "where kept tokens stand" if row[0].kind == "early" else PARTS[row[2]].title
+
+
 def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
     """Lines of `replication.md`."""
     count = {w: sum(word(row) == w for row in rows) for w in WORDS.values()}
@@ -263,9 +269,7 @@ def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
     yield from ("", "![The claims with intervals](claims.png)")
     for paper, title in PAPERS.items():
         yield from ("", f"## {title}", "")
-        cells = [
-            (r[0].says, r[0].where, r[1], PARTS[r[2]].title, shown(r), word(r)) for r in rows if r[0].paper == paper
-        ]
+        cells = [(r[0].says, r[0].where, r[1], _measured(r), shown(r), word(r)) for r in rows if r[0].paper == paper]
         yield from markdown.table(("claim", "where", "model", "measured by", "difference", "word"), cells)
     yield ""
 
@@ -339,7 +343,8 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
     part, file = options.parts[0], options.output / f"early-{pathlib.PurePath(name).name}.json"
     known = json.loads(file.read_bytes()) if file.exists() else {}
     setup, found = options.board(name).setup(PARTS[part]), []
-    prompts = f"{part}, {options.examples} examples of {options.length} tokens, seed {options.seed}"
+    text = setup.text or "the project's text"
+    prompts = f"{part}, {options.examples} examples of {options.length} tokens of {text}, seed {options.seed}"
     for claim in every:
         asked = f"{claim.says} ({prompts})"
         if asked not in known:

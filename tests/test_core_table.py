@@ -56,6 +56,8 @@ def test_what_a_metric_cannot_judge_is_equal_or_not(monkeypatch):
         return 0.5
 
     monkeypatch.setattr(table.metrics, "find", lambda name: letters)
+    with pytest.raises(ValueError, match="no letters"):  # of what has digits it may be another fault
+        table.agreement(table.lines([answer("full", 0, "1"), answer("h2o", 0, "1")]), ["rouge_l"])
     lines = [
         answer(m, i, text)
         for i in range(3)

@@ -56,7 +56,7 @@ def difference(claim, values, full, likely):
     "folder", [STORED / "replication", STORED / "replication" / "perplexity"], ids=lambda f: f.name
 )
 def test_claims_are_what_the_records_say(folder):
-    """Of scores and perplexities; a row of where kept tokens stand is drawn again."""
+    """Of scores, perplexities and where kept tokens stand, and the numbers of words in the title."""
     known = {c["says"]: c for each in tomllib.loads(
         (ROOT / "experiments" / "papers" / "claims.toml").read_text()).values() for c in each}  # fmt: skip
     parts, of = {part.title: name for name, part in PARTS.items()}, {}
@@ -64,7 +64,15 @@ def test_claims_are_what_the_records_say(folder):
         sign = -1 if x["part"] == "perplexity" else 1
         own = of.setdefault((x["model"], x["part"], x["method"], x["budget"]), {})
         own[x["task"], int(x["index"])] = sign * float(x["value"])
-    rows = [r for r in cells(folder, "replication.md") if r[0] in known and known[r[0]].get("kind") != "early"]
+    every = [r for r in cells(folder, "replication.md") if r[0] in known]
+    count = collections.Counter(r[-1] for r in every)
+    said = f"{count['holds']} hold, {count['reversed']} reversed, {count['undecided']} undecided"
+    assert (folder / "replication.md").read_text().splitlines()[0].endswith(said)
+    for row in every:
+        if known[row[0]].get("kind") == "early":
+            (shares,) = json.loads((folder / f"early-{row[2]}.json").read_text()).values()
+            assert abs(float(row[4].split(" ")[0]) - 100 * (statistics.mean(shares) - 0.5)) <= 0.0501, row
+    rows = [r for r in every if known[r[0]].get("kind") != "early"]
     for says, _, model, measured, shown, word in random.sample(rows, 3):
         part = parts[measured]
         likely = part == "perplexity"

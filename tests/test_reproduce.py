@@ -252,7 +252,7 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/table1"], "nothing of ada-kv/table1 can run here"),
         (["ada-kv/figure4", "--data", "project"], "does not state its budget; give --budget"),
         (["ada-kv/table3"], "nothing to run"),
-        (["ahakv/figure5", "--data", __file__, "--seed", "0", "1"], "one text for all 2 seeds; raise --prompts"),
+        (["ahakv/figure5", "--data", __file__, "--seed", "0", "1"], "one text for all 2 seeds; ask for more prompts"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
     ],
 )

@@ -201,8 +201,8 @@ def agreement(found: pd.DataFrame, names: Sequence[str] = (), baseline: str = "f
       A row for every example that both have answered, the baseline's left out, with means over its questions, each in
       [0, 1]: `same`, whether the outputs are equal; `prefix`, the share of the baseline's words before the first that
       differs; `edit_similarity`, of both as sequences of words, by difflib; and the named metrics. Where both outputs
-      are blank everything is 1, where one of them is, 0. Where a metric cannot judge the baseline's output, as ROUGE
-      one without letters, an equal output has 1, another one 0.
+      are blank everything is 1, where one of them is, 0. Where a metric refuses a baseline's output without letters and
+      digits, as ROUGE does, an equal output has 1, another one 0.
 
     Raises:
       ValueError: no line of the baseline, two of one question that differ, or a metric that does not exist or lacks
@@ -227,7 +227,9 @@ def agreement(found: pd.DataFrame, names: Sequence[str] = (), baseline: str = "f
     def by(metric: Callable[[str, Sequence[str]], float], output: str, reference: str) -> float:
         try:
             return metric(output, [reference])
-        except ValueError:  # the reference has nothing that this metric counts
+        except ValueError:
+            if any(map(str.isalnum, reference)):
+                raise
             return float(output == reference)
 
     others = answered[answered["method"] != baseline]

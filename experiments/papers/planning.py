@@ -75,7 +75,9 @@ def _of_model(entry: Entry, name: str, options: Options) -> Iterator[str]:
     most, largest = max((of(memory, line, longest), f"{line[0]} at {label(line[1])}") for line in lines)
     weights = 2 * model.billions
     parts = f"{weights:.3g} of weights, {most / 1e9:.3g} of caches and reading ({longest.task} under {largest})"
-    yield f"  in all {sum(hours):.3g} hours and {weights + most / 1e9:.3g} of the card's 80 GB: {parts}"
+    held = weights + most / 1e9
+    over = "" if held <= 80 else ", which does not fit; lower --batch-size"
+    yield f"  in all {sum(hours):.3g} hours and {held:.3g} of the card's 80 GB{over}: {parts}"
 
 
 def _of_figure(name: str, model: Model, options: Options) -> str:
