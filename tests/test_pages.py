@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from kvjax.experiments import findings
 from kvjax.experiments.board import PARTS
 from tests.runs import ROOT
 
@@ -171,15 +172,29 @@ def test_p_values_of_boards_are_what_the_records_say(folder):
 
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("to_hindsight-*.npz")), ids=lambda f: f.stem)
 def test_divergences_are_what_the_records_say(file):
+    """Of a policy, and of the best method beside the best mask, each with its Student-t interval of logarithms."""
     with np.load(file) as data:
-        kl, options = data["kl"].astype(float), json.loads(str(data["options"]))
+        kl, options = np.log(np.maximum(data["kl"].astype(float), 1e-9)), json.loads(str(data["options"]))
+    names = [name for (name,) in findings.published()] + [f"hindsight ({x})" for x in ("head", "layer", "model")]
+    of = dict(zip(names, kl, strict=True))
     page = cells(file.parent, f"{file.stem}.md")
     head = next(i for i, row in enumerate(page) if row[0] == "policy")
-    assert page[head][1:] == [f"{100 * b:.4g} %" for b in options["budget"]]
-    means = [[math.exp(statistics.mean(math.log(max(x, 1e-9)) for x in own)) for own in each] for each in kl]
-    for row in random.sample(page[head + 1 :], 3):
-        own = [float(x.split(" ")[0]) for x in row[1:]]
-        assert any(np.allclose(own, each, rtol=6e-3) for each in means), row
+    budgets = [f"{100 * b:.4g} %" for b in options["budget"]]
+    assert page[head][1:] == budgets
+
+    def check(shown, logs, digits):
+        mean = statistics.mean(logs)
+        half = scipy.stats.t.ppf(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        found = [float(x) for x in re.findall(r"[\d.]+", shown)]
+        assert np.allclose(found, np.exp([mean, mean - half, mean + half]), rtol=digits), shown
+
+    for name, *row in random.sample(page[head + 1 :], 3):
+        for shown, logs in zip(row, of[name], strict=True):
+            check(shown, logs.tolist(), 0.06)  # two digits of the ends
+    for at, best, mask, shown in page[head - len(budgets) : head]:
+        k = budgets.index(at)
+        assert best == min((n for n in names if "hindsight" not in n), key=lambda n, k=k: of[n][k].mean())
+        check(shown, (of[best][k] - of[mask][k]).tolist(), 0.002)
 
 
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("what_decides-*.npz")), ids=lambda f: f.stem)
