@@ -49,14 +49,16 @@ from kvjax.pallas_kernels import (
 from kvjax.pallas_kernels import blocks as bl
 from kvjax.pallas_kernels.api import Implementation
 
+SETS = 8  # of arrays for a call that takes less time than its dispatch
+
 
 def ceilings(report: Report, implementations: Sequence[Implementation]) -> None:
     """What this machine does best: a large matrix product and a large copy."""
     del implementations
     n = 256 if report.smoke else 8192
-    a = jnp.ones((n, n), jnp.bfloat16)
+    a = jax.random.normal(jax.random.key(0), (n, n), jnp.bfloat16)  # ones would multiply faster than real numbers do
     gemm = timed(lambda a: a @ a, a, smoke=report.smoke)
-    x = jnp.ones((1 << (12 if report.smoke else 28),), jnp.float32)
+    x = jax.random.normal(jax.random.key(1), (1 << (12 if report.smoke else 28),))
     copy = timed(lambda x: x + 1, x, smoke=report.smoke)
     if gemm.ms is None or copy.ms is None:
         raise RuntimeError(f"no ceilings: {gemm.error} {copy.error}")
@@ -88,10 +90,19 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
         if not report.reaches("timings", f"n={n} H={H}", again=True):
             continue
 
-        def run(name: str, f: Any, *args: Any, at: Any = (n, H), again: bool = False, launches: int = 10, **of: Any):
+        def run(
+            name: str,
+            f: Any,
+            *args: Any,
+            at: Any = (n, H),
+            again: bool = False,
+            launches: int = 10,
+            sets: int = 1,
+            **of: Any,
+        ):
             if not report.reaches("timings", f"{name} n={at[0]} H={at[1]}", again=again):
                 return Timed(None)
-            took = timed(f, *args, smoke=smoke, launches=launches)
+            took = timed(f, *args, smoke=smoke, launches=launches, sets=sets)
             report.timing(name, took, n=at[0], H=at[1], **of)
             return took
 
@@ -128,15 +139,15 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
                 report.elsewhere("timings", f"{how} {name} n={n} H={H}", str(reason))
                 continue
             of = {"floor_ms": share * product_ms, "forward_ms": ran[fastest]}
-            run(f"{how} {name}", alone, *given, served_by=how, **of)
+            run(f"{how} {name}", alone, *given, served_by=how, sets=SETS if rows < n else 1, **of)
         floor = {"floor_ms": 1e-6 * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]}
         one = q[:, :, -1:], k, v, q_pos[:, -1:], kv_pos
         for columns, what in (((), ""), ((Columns(),), " with its row")):
             for how in implementations:
                 f = functools.partial(attention, columns=columns, implementation=how)
-                run(f"{how} decode{what}", f, *one, **floor)
+                run(f"{how} decode{what}", f, *one, sets=SETS, **floor)
             f = functools.partial(pooled_attention, columns=columns, num_kv_heads=K, implementation=implementations[0])
-            run(f"{implementations[0]} pool decode{what}", f, *_pooled(one), **floor)
+            run(f"{implementations[0]} pool decode{what}", f, *_pooled(one), sets=SETS, **floor)
         xla = functools.partial(attention, columns=(Columns(),))
         if n <= 4096:  # the memory of longer ones would stay with this process, and the models need it
             square = lambda *x, f=xla: f(*x, implementation="reference").columns
@@ -204,7 +215,7 @@ def sweep(report: Report, implementations: Sequence[Implementation]) -> None:
                 f = lambda *x, f=functools.partial(kernel, spec=spec, sizes=sizes, interpret=interpret): (
                     jax.tree.leaves(f(*x))
                 )
-                run = timed(f, *args, smoke=smoke)
+                run = timed(f, *args, smoke=smoke, sets=4 if "decode" in name else 1)
                 served = "interpret" if interpret else "triton"
                 values = vars(sizes) | {"shipped": is_shipped or sizes == shipped[name]}
                 report.row("sweep", numbers, served_by=served, ms=run.ms, error=run.error, **label, **values)
@@ -227,11 +238,16 @@ def end_to_end(report: Report, implementations: Sequence[Implementation]) -> Non
     """Prefill and decode of a random model shaped like Llama 3 8B, a process for each method: peaks do not mix.
 
     First some of its layers for every method, then all 32 while twice the time that the few took is left: a row of few
-    layers is worth more than none of many.
+    layers is worth more than none of many. With `--peers` transformers reads and writes the same.
     """
-    methods, depths = ("snapkv", "full", "h2o"), (2,) if report.smoke else (8, 32)
+    here = pathlib.Path(__file__).with_name("gpu")
+    methods = {name: [str(here / "model.py"), name] for name in ("snapkv", "full", "h2o")}
+    if report.peers:
+        peer = str(here / "peer.py")
+        methods |= {"transformers": [peer], "transformers, compiled": [peer, "--compiled"]}
     took: dict[str, float] = {}
-    for layers, (i, method) in itertools.product(depths, enumerate(methods)):
+    depths = (2,) if report.smoke else report.layers
+    for layers, (i, (method, what)) in itertools.product(depths, enumerate(methods.items())):
         name, few = f"{method}, {layers} layers", layers == depths[0]
         if not few and method not in took:
             continue  # its few layers have failed
@@ -243,8 +259,7 @@ def end_to_end(report: Report, implementations: Sequence[Implementation]) -> Non
         if not report.reaches("end_to_end", name):
             continue
         limit = left / (len(methods) - i) if few else left
-        model = pathlib.Path(__file__).with_name("gpu") / "model.py"
-        command = [sys.executable, str(model), method, "--layers", str(layers)]
+        command = [sys.executable, *what, "--layers", str(layers)]
         command += ["--smoke", "--implementation", implementations[0]] if report.smoke else []
         started = time.monotonic()
         run = watchdog.captured(command, limit)
@@ -336,6 +351,8 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="sections that run; all by default"
     )
+    parser.add_argument("--layers", type=int, nargs="*", default=[8, 32], help="of the models of end_to_end, in order")
+    parser.add_argument("--peers", action="store_true", help="measure transformers in end_to_end, too; needs PyTorch")
     parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
@@ -347,6 +364,7 @@ def main() -> int:
         args.only.append("ceilings")
     patience = args.patience or (600.0 if args.smoke else 120.0)
     report = Report(args.output, args.budget, args.smoke, args.only)
+    report.layers, report.peers = args.layers, args.peers
     report.save()
     command = [sys.executable, __file__, "--output", str(args.output), "--budget", str(args.budget), "--start"]
     command += [str(report.start), "--only", *args.only, *["--smoke"] * args.smoke]

@@ -116,7 +116,7 @@ def attention(
       softcap: logits become `softcap * tanh(logits / softcap)`.
       own: promises that the slots are those of the rows, dead for padding alone, which stands before all other rows:
         what kernels of others can read.
-      implementation: what is tried first. "cudnn": cuDNN's kernel, for such rows without statistics; "triton": Pallas
+      implementation: what is tried first. "cudnn": cuDNN's kernel, for the output of such rows; "triton": Pallas
         kernels for any NVIDIA GPU since Ampere; "mosaic_gpu": those for Hopper; "interpret": the Triton kernels,
         interpreted on any device, slowly; "xla": no kernels; "reference": the specification, quadratic in memory. None:
         what `use` says, else the best for the device.
@@ -360,8 +360,8 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, sof
         if name == "xla":
             return in_xla(columns=columns)
         if name == "cudnn":
-            if columns or bias is not None or not order.own:
-                raise NotImplementedError("it serves rows among their own tokens, without statistics or a bias")
+            if bias is not None or not order.own:
+                raise NotImplementedError("it serves rows among their own tokens, without a bias")
             return *cudnn.flash_attention(q, k, v, q_pos, spec=logits), None
         return gpu.forward(*arrays, spec=logits, with_logits=bool(columns), backend=name, bias=bias)
 

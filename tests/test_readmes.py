@@ -212,6 +212,38 @@ def kernels():
     yield f"on B200 {'two' if spill == 2 else spill} of {count['sm_100']} spill {summary['sm_100'][4]} bytes"
 
 
+def on_a_gpu():
+    """Of the tables of the kernels' page, every row; and what its text says of the runs."""
+    stored = ROOT / "experiments" / "gpu_results" / "h200"
+    read = {file.stem: json.loads(file.read_text()) for file in stored.iterdir()}
+    for row in read["timings"]["rows"]:
+        if row["section"] == "timings" and row["n"] == 32768 and row["name"] in KERNELS_SHOWN:
+            digits = 3 if row["ms"] < 1 else 1
+            part = f"{row['of_floor']:.2f} " if "of_floor" in row else ""
+            yield f"| {row['name']} | {row['ms']:.{digits}f} | {part}|"
+    for row in (*read["timings"]["rows"], *read["layers_8"]["rows"]):
+        if row["section"] == "end_to_end" and row["ok"]:
+            speed, peak = f"{row['decode_tokens_s']:.0f}", f"{row['peak_bytes'] / 1e9:.1f}"
+            yield f"| {row['name']} | {row['prefill_s']:.2f} | {speed} | {peak} |"
+    count = {name: sum(row["section"] == "correctness" for row in found["rows"]) for name, found in read.items()}
+    failed = [name for name in ("triton", "cudnn", "mosaic_gpu") if read[name]["failures"]]
+    assert not failed
+    ceilings = read["timings"]["ceilings"]
+    yield f"at {ceilings['gemm_tflops']:.0f} TFLOP/s or the bytes at {ceilings['copy_gb_s']:,.0f} GB/s"
+    behind = sum("cudnn own" in row["name"] for row in read["cudnn"]["rows"])
+    yield f"{count['triton']} rows for Triton, {count['mosaic_gpu']} for Mosaic, {behind} for cuDNN"
+    before = {row["name"]: row for row in read["before"]["rows"] if row["section"] == "end_to_end"}
+    prefill = [before[f"{name}, 32 layers"]["prefill_s"] for name in ("snapkv", "h2o")]
+    yield "SnapKV's prefill took {:.2f} s before, H2O's {:.2f}".format(*prefill)
+
+
+KERNELS_SHOWN = {
+    *("cudnn forward", "triton forward with logsumexp", "mosaic_gpu forward with logsumexp", "mosaic_gpu sum p"),
+    *("triton sum p", "triton sum p, last 64 rows", "triton decode", "triton pool decode"),
+    "blockwise XLA: attention, sum p",
+}
+
+
 @pytest.mark.parametrize(
     ("readme", "said"),
     [
@@ -220,7 +252,7 @@ def kernels():
             ("experiments/bench_results", (pooling, boards, gates, learned_budget, curves,
                                            blocks, stream, peers)),
             (".", (results_in_short,)), ("kvjax", (about_curves,)), ("models", (loading, compiling)),
-            ("pallas_kernels", (kernels,)),
+            ("pallas_kernels", (kernels, on_a_gpu)),
         ) for said in many)
     ],
     ids=lambda x: getattr(x, "__name__", None),

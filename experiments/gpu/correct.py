@@ -133,7 +133,14 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
     first: list[Case] = [] if report.smoke else list(itertools.product(shapes[:2], dtypes, ({},)))
     rest: list[Case] = list(itertools.product(shapes[2:], dtypes, ({},)))
 
-    def check(name: str, dtype: str, f: Callable[..., Any], args: tuple[Any, ...], columns: Sequence[Columns]) -> None:
+    def check(
+        name: str,
+        dtype: str,
+        f: Callable[..., Any],
+        args: tuple[Any, ...],
+        columns: Sequence[Columns],
+        by: Sequence[Implementation] = implementations,
+    ) -> None:
         specification = functools.cache(lambda: in_float64(functools.partial(f, implementation="reference"), *args))
 
         def row(run: Callable[..., Any]) -> dict[str, Any]:
@@ -141,7 +148,7 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
             return {"ok": ok, "errors": errors}
 
         of_bias = name.startswith("bias")
-        by_each(report, "correctness", name, f, args, implementations[:1] if of_bias else implementations, row)
+        by_each(report, "correctness", name, f, args, by[:1] if of_bias else by, row)
 
     for shape, dtype, o in (*first, *options, *rest):
         label = " ".join(f"{letter}={n}" for letter, n in zip("BNKTCH", shape, strict=True)) + f" {dtype}"
@@ -162,6 +169,8 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         check(f"rescaled and weighted {label}", dtype, with_weights, weighted, rescaled_and_weighted(*weighted[-2:]))
         check(f"decode {label}", dtype, plain, one, COLUMNS)
         check(f"pool decode {label}", dtype, pooled, pool, COLUMNS)
+        if not cached and implementations[0] != "mosaic_gpu":
+            check(f"own rows {label}", dtype, functools.partial(plain, own=True), arrays, COLUMNS, ("cudnn",))
     for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row", "pool")):
         if implementations[0] == "mosaic_gpu":
             continue

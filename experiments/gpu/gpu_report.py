@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.written import write_bytes
@@ -51,6 +52,8 @@ class Report:
       ceilings: what the machine can do.
       begun: what has been begun, as "section: name"; the last of it is what a process was at when it died.
       stopped: what a process died at.
+      layers: of the models that are measured as a whole, in order.
+      peers: whether transformers is measured beside them.
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Report:
         self.served_elsewhere: list[str] = []
         self.begun: list[str] = []
         self.stopped: list[str] = []
+        self.layers: Sequence[int] = (8, 32)
+        self.peers = False
         self._before: frozenset[str] = frozenset()
         self.start = time.monotonic() if start is None else start
         shares = [UNTIL[name] - before for name, before in zip(UNTIL, (0.0, *UNTIL.values()), strict=False)]
@@ -189,19 +194,26 @@ def served_by(f: Callable[..., Any], *args: Any) -> list[str]:
     return found
 
 
-def timed(f: Callable[..., Any], *args: Any, smoke: bool, launches: int = 10, samples: int = 15) -> Timed:
-    """Median time of a compiled call; many launches a sample hide the dispatch."""
-    launches, samples = (1, 2) if smoke else (launches, samples)
-    compiled = jax.jit(lambda *x: f(*x))
+def timed(
+    f: Callable[..., Any], *args: Any, smoke: bool, launches: int = 10, samples: int = 15, sets: int = 1
+) -> Timed:
+    """Median time of a call; many launches a sample hide the dispatch.
+
+    What takes less time than its dispatch is called once for each of some `sets` of the arrays in one compiled program.
+    Together they are larger than what a cache keeps.
+    """
+    launches, samples, sets = (1, 2, 1) if smoke else (launches, samples, sets)
+    many = [args, *(jax.tree.map(jnp.copy, args) for _ in range(sets - 1))]
+    compiled = jax.jit(lambda many: [f(*x) for x in many])
     with recorded() as found:
         try:
             for _ in range(3):
-                jax.block_until_ready(compiled(*args))
+                jax.block_until_ready(compiled(many))
             seconds = []
             for _ in range(samples):
                 start = time.perf_counter()
-                jax.block_until_ready([compiled(*args) for _ in range(launches)][-1])
-                seconds.append((time.perf_counter() - start) / launches)
+                jax.block_until_ready([compiled(many) for _ in range(launches)][-1])
+                seconds.append((time.perf_counter() - start) / launches / sets)
         except Exception as error:  # a kernel that does not run is a row of the report
             return Timed(None, f"{type(error).__name__}: {str(error)[:200]}", "+".join(found))
     return Timed(float(np.median(seconds)) * 1e3, served_by="+".join(found))
