@@ -49,6 +49,7 @@ from kvjax.pallas_kernels import (
 from kvjax.pallas_kernels import blocks as bl
 from kvjax.pallas_kernels.api import Implementation
 
+OURS = ("snapkv", "full", "h2o")  # methods of end_to_end
 SETS = 8  # of arrays for a call that takes less time than its dispatch
 
 
@@ -241,7 +242,7 @@ def end_to_end(report: Report, implementations: Sequence[Implementation]) -> Non
     layers is worth more than none of many. With `--peers` transformers reads and writes the same.
     """
     here = pathlib.Path(__file__).with_name("gpu")
-    methods = {name: [str(here / "model.py"), name] for name in ("snapkv", "full", "h2o")}
+    methods = {name: [str(here / "model.py"), name] for name in OURS}
     if report.peers:
         peer = str(here / "peer.py")
         methods |= {"transformers": [peer], "transformers, compiled": [peer, "--compiled"]}
@@ -260,7 +261,8 @@ def end_to_end(report: Report, implementations: Sequence[Implementation]) -> Non
             continue
         limit = left / (len(methods) - i) if few else left
         command = [sys.executable, *what, "--layers", str(layers)]
-        command += ["--smoke", "--implementation", implementations[0]] if report.smoke else []
+        command += ["--smoke"] * report.smoke
+        command += ["--implementation", implementations[0]] if report.smoke and method in OURS else []
         started = time.monotonic()
         run = watchdog.captured(command, limit)
         if run is None:

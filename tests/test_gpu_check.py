@@ -53,6 +53,16 @@ def test_everything(tmp_path):
     assert swept == {"flash", "colstats", "decode", "pool decode"}
 
 
+@pytest.mark.slow
+def test_transformers_reads_and_writes_the_same(tmp_path):
+    pytest.importorskip("torch")
+    report = smoke(tmp_path, "--only", "end_to_end", "--peers")
+    ours, theirs = report["rows"][:3], report["rows"][3:]
+    assert [r["name"] for r in theirs] == ["transformers, 2 layers", "transformers, compiled, 2 layers"]
+    assert {r["prompt"] for r in ours + theirs} == {48}
+    assert {r["parameter_bytes"] for r in theirs} == {r["parameter_bytes"] / 2 for r in ours}  # bfloat16 and float32
+
+
 def test_what_is_not_reached_is_said(tmp_path):
     report = smoke(tmp_path, "--only", "correctness", "sweep", "--budget", "0")
     assert report["rows"] == []

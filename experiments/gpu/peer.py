@@ -10,65 +10,59 @@ import argparse
 import functools
 import json
 import time
+from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-PROMPT, STEPS = 32768, 256
+WARM_UP = 8  # steps that are not counted
 
 
 @torch.inference_mode()
-def measure(layers: int, compiled: bool) -> dict[str, float]:
+def measure(layers: int, compiled: bool, smoke: bool) -> dict[str, float]:
     """Seconds, tokens a second and peak bytes."""
+    prompt, steps = (48, 12) if smoke else (32768, 256)
+    names = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim".split()
+    sizes = (64, 32, 48, 4, 2, 16) if smoke else (128256, 4096, 14336, 32, 8, 128)
+    shape: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    config = LlamaConfig(**shape, num_hidden_layers=layers, max_position_embeddings=65536)
+    device = "cpu" if smoke else "cuda"
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=65536,
-    )
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
         model = LlamaForCausalLM(config).eval()
-    tokens = torch.randint(0, config.vocab_size, (1, PROMPT), device="cuda")
+        tokens = torch.randint(0, config.vocab_size, (1, prompt))
+        at = torch.arange(prompt + steps)
     forward = functools.partial(model, use_cache=True, logits_to_keep=1)
     step = torch.compile(forward, mode="reduce-overhead", fullgraph=True) if compiled else forward
 
-    def read():
-        cache = (
-            StaticCache(config=config, max_cache_len=PROMPT + STEPS + 8) if compiled else DynamicCache(config=config)
-        )
-        return forward(tokens, past_key_values=cache, cache_position=at[:PROMPT]).logits[:, -1:].argmax(-1), cache
+    def read() -> tuple[Any, Any]:
+        cache = StaticCache(config=config, max_cache_len=prompt + steps) if compiled else DynamicCache(config=config)
+        return forward(tokens, past_key_values=cache, cache_position=at[:prompt]).logits[:, -1:].argmax(-1), cache
 
-    def decode(token, cache, first, steps):
-        for i in range(first, first + steps):
+    def decode(token: Any, cache: Any, first: int, stop: int) -> Any:
+        for i in range(first, stop):
             token = step(token, past_key_values=cache, cache_position=at[i : i + 1]).logits[:, -1:].argmax(-1).clone()
         return token
 
-    def timed(f, *args):
-        torch.cuda.synchronize()
+    def timed(f: Any, *args: Any) -> tuple[Any, float]:
+        wait = (lambda: None) if smoke else torch.cuda.synchronize
+        wait()
         start = time.perf_counter()
         found = f(*args)
-        torch.cuda.synchronize()
+        wait()
         return found, time.perf_counter() - start
 
-    at = torch.arange(PROMPT + STEPS + 8, device="cuda")
-    seconds = []
-    for _ in range(4):
-        token = cache = None  # the next cache takes its memory
-        (token, cache), took = timed(read)
-        seconds.append(took)
-    token = decode(token, cache, PROMPT, 8)
-    _, decoding = timed(decode, token, cache, PROMPT + 8, STEPS - 8)
+    seconds = min(timed(read)[1] for _ in range(3))
+    token, cache = read()
+    token = decode(token, cache, prompt, prompt + WARM_UP)
+    _, decoding = timed(decode, token, cache, prompt + WARM_UP, prompt + steps)
     return {
-        "prompt": PROMPT,
-        "prefill_s": min(seconds),
-        "prefill_tokens_s": PROMPT / min(seconds),
-        "decode_tokens_s": (STEPS - 8) / decoding,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "prompt": prompt,
+        "prefill_s": seconds,
+        "prefill_tokens_s": prompt / seconds,
+        "decode_tokens_s": (steps - WARM_UP) / decoding,
+        "peak_bytes": 0 if smoke else torch.cuda.max_memory_allocated(),
         "parameter_bytes": sum(x.numel() * x.element_size() for x in model.parameters()),
     }
 
@@ -78,8 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--compiled", action="store_true", help="a static cache and CUDA graphs")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, on CPU")
     args = parser.parse_args()
-    print(json.dumps({"served_by": f"torch {torch.__version__}", **measure(args.layers, args.compiled)}))
+    measured = measure(args.layers, args.compiled, args.smoke)
+    print(json.dumps({"served_by": f"torch {torch.__version__}"} | measured))
 
 
 if __name__ == "__main__":
