@@ -174,22 +174,24 @@ class Scores:
     likelihoods: bool
     contexts: Sequence[Any]
 
-    def decided(self, claim: Claim) -> tuple[stats.Comparison, float]:
-        """How a claim comes out, and by what its difference is to be multiplied."""
+    def decided(self, claim: Claim) -> tuple[stats.Comparison, float, str]:
+        """How a claim comes out, by what its difference is to be multiplied, and both means, not of gains."""
         of = lambda name, budget: self.values[name, label(budget)]
         full = self.values["full", "1.0"]
         every = [(a, b, budget) for a, b in claim.pairs for budget in claim.budgets]
         if claim.kind == "small":
             gain = lambda budget: np.concatenate([of(a, budget) - of(b, budget) for a, b in claim.pairs])
             x, y = gain(min(claim.budgets)), gain(max(claim.budgets))
-            return self._compared(x, y) if self.likelihoods else self._compared((1 + x) / 2, (1 + y) / 2, 2.0)
+            scaled = (x, y, 1.0) if self.likelihoods else ((1 + x) / 2, (1 + y) / 2, 2.0)
+            return *self._compared(*scaled), ""
         x = np.concatenate([of(a, budget) for a, _, budget in every])
         y = np.concatenate([full if claim.kind == "keeps" else of(b, budget) for _, b, budget in every])
         if claim.kind == "keeps":
             y = y - math.log(claim.share) if self.likelihoods else y * claim.share
         elif claim.kind == "not_worse":
             y = y + math.log1p(MARGIN) if self.likelihoods else np.maximum(y - MARGIN, 0)
-        return self._compared(x, y)
+        means = (math.exp(v.mean()) if self.likelihoods else 100 * v.mean() for v in (x, y))
+        return *self._compared(x, y), "{:.1f} to {:.1f}".format(*means)
 
     def _compared(self, x: np.ndarray, y: np.ndarray, scale: float = 1.0) -> tuple[stats.Comparison, float]:
         compare = stats.compare_perplexity if self.likelihoods else stats.compare
@@ -226,8 +228,8 @@ def early(model: Any, params: Any, prompts: Sequence[Sequence[int]], policy: Any
 
 # --- the page ---
 
-Row = tuple[Claim, str, str, stats.Comparison, float]
-"""A claim, the model, the part, the comparison, and the scale of its difference."""
+Row = tuple[Claim, str, str, stats.Comparison, float, str]
+"""A claim, the model, the part, the comparison, the scale of its difference, and both means."""
 
 
 def word(row: Row) -> str:
@@ -237,7 +239,7 @@ def word(row: Row) -> str:
 
 def shown(row: Row) -> str:
     """The difference with its interval: points of a score, or the ratio of perplexities."""
-    claim, _, part, c, scale = row
+    claim, _, part, c, scale, _ = row
     if part == "perplexity" and claim.kind != "early":
         low, mean, high = (math.exp(x) for x in (c.low, c.difference, c.high))
         return f"\N{MULTIPLICATION SIGN}{mean:.3f} [{low:.3f}, {high:.3f}]"
@@ -264,13 +266,15 @@ def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
         "adjusted for all claims of a model (Holm). For a claim to keep a share of the full cache's score, the "
         f"difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent less; for the "
         "gain at small budgets, between gains at the smallest and the largest; for the beginning, between the share "
-        "of what is kept there and a half."
+        "of what is kept there and a half. Where both means are near 0, or both near the full cache's, a try could "
+        "not have shown much."
     )
     yield from ("", "![The claims with intervals](claims.png)")
     for paper, title in PAPERS.items():
         yield from ("", f"## {title}", "")
-        cells = [(r[0].says, r[0].where, r[1], _measured(r), shown(r), word(r)) for r in rows if r[0].paper == paper]
-        yield from markdown.table(("claim", "where", "model", "measured by", "difference", "word"), cells)
+        of_paper = [row for row in rows if row[0].paper == paper]
+        cells = [(r[0].says, r[0].where, r[1], _measured(r), r[5], shown(r), word(r)) for r in of_paper]
+        yield from markdown.table(("claim", "where", "model", "measured by", "means", "difference", "word"), cells)
     yield ""
 
 
@@ -283,7 +287,7 @@ def plot(rows: Sequence[Row]) -> Figure:
     for axes, part in zip(grid, parts, strict=True):
         axes.axvline(0, color="0.4", linewidth=1)
         for row in rows:
-            claim, model, _, c, scale = row
+            claim, model, _, c, scale, _ = row
             if row[2] != part:
                 continue
             i = names.index(model)
@@ -326,7 +330,7 @@ def run(options: Replication, command: list[str]) -> None:
             own += [(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
         own += _early(options, name, [c for c in every if c.kind == "early"])
         each = stats.adjusted([row[3] for row in own])
-        rows += [(claim, model, part, c, scale) for (claim, model, part, _, scale), c in zip(own, each, strict=True)]
+        rows += [(*row[:3], c, *row[4:]) for row, c in zip(own, each, strict=True)]
     rows.sort(key=lambda row: every.index(row[0]))
     content = pd.concat(tables).to_csv(index=False, float_format="%.6g").encode()
     write_bytes(options.output / "scores.csv.gz", gzip.compress(content, mtime=0))
@@ -354,7 +358,8 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
             known[asked] = early(model, params, [prompt.tokens for prompt in made], policy)
             write_json(file, known)
         shares = known[asked]
-        found.append((claim, name, part, stats.compare(shares, [0.5] * len(shares)), 1.0))
+        means = f"{100 * np.mean(shares):.1f} to 50.0"
+        found.append((claim, name, part, stats.compare(shares, [0.5] * len(shares)), 1.0, means))
     return found
 
 

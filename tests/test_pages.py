@@ -33,8 +33,8 @@ def cells(folder, name):
     return [row for row in rows if not set(row[0]) <= set("-| ")]
 
 
-def difference(claim, values, full, likely):
-    """A claim's mean difference: `values` of a policy and budget, and the full cache's, by example; log-likelihoods?"""
+def compared(claim, values, full, likely):
+    """Both means of a claim: `values` of a policy and budget, and the full cache's, by example; log-likelihoods?"""
     a, b = claim["a"], claim.get("b", [])
     pairs = list(zip(a, b)) if len(a) == len(b) else [(x, y) for x in a for y in b or [None]]  # noqa: B905
     kind, share, budgets = claim.get("kind", "better"), claim.get("share", 1.0), claim["budgets"]
@@ -42,15 +42,14 @@ def difference(claim, values, full, likely):
         gain = lambda budget: [
             x - y for p, q in pairs for x, y in zip(values(p, budget), values(q, budget), strict=True)
         ]
-        return statistics.mean(gain(min(budgets))) - statistics.mean(gain(max(budgets)))
+        return statistics.mean(gain(min(budgets))), statistics.mean(gain(max(budgets)))
     other = {
         "better": lambda q, budget: values(q, budget),
         "not_worse": lambda q, budget: [y - math.log(1.02) if likely else max(y - 0.02, 0) for y in values(q, budget)],
         "keeps": lambda q, budget: [y + math.log(share) if likely else share * y for y in full],
     }[kind]
-    return statistics.mean(
-        x - y for p, q in pairs for budget in budgets for x, y in zip(values(p, budget), other(q, budget), strict=True)
-    )
+    every = [pair for p, q in pairs for b in budgets for pair in zip(values(p, b), other(q, b), strict=True)]
+    return tuple(statistics.mean(each) for each in zip(*every, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -72,13 +71,17 @@ def test_claims_are_what_the_records_say(folder):
     for row in every:
         if known[row[0]].get("kind") == "early":
             (shares,) = json.loads((folder / f"early-{row[2]}.json").read_text()).values()
-            assert abs(float(row[4].split(" ")[0]) - 100 * (statistics.mean(shares) - 0.5)) <= 0.0501, row
+            assert abs(float(row[5].split(" ")[0]) - 100 * (statistics.mean(shares) - 0.5)) <= 0.0501, row
     rows = [r for r in every if known[r[0]].get("kind") != "early"]
-    for says, _, model, measured, shown, word in random.sample(rows, 3):
+    for says, _, model, measured, means, shown, word in random.sample(rows, 3):
         part = parts[measured]
         likely = part == "perplexity"
         by = lambda name, budget, m=model, p=part: [x for _, x in sorted(of[m, p, name, str(budget)].items())]
-        wanted = difference(known[says], by, by("full", "1.0"), likely)
+        both = compared(known[says], by, by("full", "1.0"), likely)
+        wanted = both[0] - both[1]
+        if known[says].get("kind") != "small":
+            rounded = [math.exp(-x) if likely else 100 * x for x in both]
+            np.testing.assert_allclose([float(x) for x in means.split(" to ")], rounded, atol=0.0501)
         mean, low, high = (float(x) for x in re.sub(r"[^-+.0-9 ]", "", shown).split())
         assert abs(mean - (math.exp(wanted) if likely else 100 * wanted)) <= (0.000501 if likely else 0.0501), (
             says,

@@ -45,10 +45,10 @@ FULL = SCORES["full", "1.0"].mean()
 )  # fmt: skip
 def test_a_claim_is_decided_by_a_mean_of_differences(of, wanted):
     """Of scores, and with the other sign of log-likelihoods, where a share of the score is one of the perplexity."""
-    c, scale = Scores(SCORES, False, [*range(N)]).decided(of)
+    c, scale, _ = Scores(SCORES, False, [*range(N)]).decided(of)
     assert scale * c.difference == pytest.approx(wanted())
     assert scale * c.low <= wanted() <= scale * c.high
-    c, scale = Scores(SCORES, True, [*range(N)]).decided(of)
+    c, scale, _ = Scores(SCORES, True, [*range(N)]).decided(of)
     shift = {"keeps": -FULL * 0.05 + math.log(1 / 0.95), "not_worse": math.log1p(0.02)}.get(of.kind, 0.0)
     if of.kind == "keeps":
         assert c.difference == pytest.approx(FULL - math.log(0.95) - mean("g/a", 0.2))

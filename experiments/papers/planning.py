@@ -17,7 +17,7 @@ from kvjax.experiments.papers.rows import data_of, task_of
 from kvjax.experiments.papers.tables import DATA, ENTRIES, MODELS, Entry, Model
 from kvjax.plan import make_plan
 
-FLOPS, BANDWIDTH = 400e12, 2.0e12  # 40 and 60 % of what is stated of an H100 in bfloat16
+FLOPS, BANDWIDTH = 400e12, 2.0e12  # 40 and 60 % of what is stated of an H100; an H200 reached 570e12 and 3.4e12
 PER_WORD, EXAMPLE, CHOICES = 1.4, 60, 3  # tokens of a word and of an example of lm-eval, and answers to rank
 ROWS, TIMED, NEEDLES = 1000, 5, 44  # prompts, where the text does not say how many; of needles a map's
 ASSUMED: Final = f"""\
