@@ -124,6 +124,8 @@ class Board:
                 raise ValueError(f"there is no {unknown[0]!r} among {name}; there are {', '.join(known)}")
         if mute := [name for name in self.parts if not self.tasks(PARTS[name])]:
             raise ValueError(f"{mute[0]} cannot be asked of {self.model}, whose language has no words for it")
+        if self.metrics:
+            check_distinct("metrics", self.metrics)
         for name in self.metrics:
             metrics.find(name)
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):
@@ -428,7 +430,8 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
         score = found.numbers[0]["kind"] == "score"
         scale = 100 if score else 1
         for i, share in enumerate(shares):
-            aside = 0.3 * (1 - 2 * i / max(len(shares) - 1, 1)) if len(shares) > 1 else 0.0
+            apart = min(0.2, 0.6 / max(len(shares) - 1, 1))  # of a row: marks of a method stand nearest to each other
+            aside = apart * ((len(shares) - 1) / 2 - i)
             for k, (n, c) in enumerate(zip(found.at(share), wins(found, share)[1], strict=True)):
                 ends = [[scale * (n["value"] - n["low"])], [scale * (n["high"] - n["value"])]]
                 hollow = c is not None and c.verdict == "worse"

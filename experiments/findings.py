@@ -40,6 +40,7 @@ from kvjax.configs.experiment import Budget, check_distinct, check_whole
 from kvjax.experiments.core import markdown, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.setup import text_digest
 from kvjax.experiments.papers import prompts
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.models.embedded import included
@@ -271,7 +272,9 @@ def run(options: Findings) -> None:
     stem = f"{options.name}-{pathlib.PurePath(options.model).name}"
     check_output(options.output / f"{stem}.png")
     sizes = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
-    stored, asked = options.output / f"{stem}.npz", json.dumps(sizes, default=str)
+    text = None if options.text is None else str(options.text)
+    contents = {"text": text_digest(text), "model": models.fingerprint(included(options.model))}
+    stored, asked = options.output / f"{stem}.npz", json.dumps(sizes | {"contents": contents}, default=str)
     crossing = options.name == "what_decides"
     kl = _stored(stored, asked)
     if len(kl) and kl.shape[-1] == options.prompts:
@@ -283,9 +286,9 @@ def run(options: Findings) -> None:
             content = io.BytesIO()
             np.savez_compressed(content, kl=kl.astype(np.float32), options=asked)
             write_bytes(stored, content.getvalue())
-    text, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
+    lines, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
     write_figure(options.output / f"{stem}.png", figure)
-    write_bytes(options.output / f"{stem}.md", "\n".join(text).replace("FILE", stem).encode())
+    write_bytes(options.output / f"{stem}.md", "\n".join(lines).replace("FILE", stem).encode())
     print(f"written to {options.output}")
 
 

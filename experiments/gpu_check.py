@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.experiments.core.provenance import device_info
+from kvjax.experiments.core.provenance import device_info, environment
 from kvjax.experiments.gpu import watchdog
 from kvjax.experiments.gpu.correct import STATISTICS, correctness, repeatability
 from kvjax.experiments.gpu.gpu_report import POISONED, Report, Timed, timed
@@ -288,6 +288,7 @@ def run_sections(args: argparse.Namespace, names: Sequence[str]) -> int:
         return NO_GPU
     report = Report(args.output, args.budget, args.smoke, args.only, args.start)
     report.resume()
+    report.made = environment(["python", *sys.argv])
     report.device = device_info()
     hopper = not args.smoke and getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
     implementations: tuple[Implementation, ...] = (
@@ -351,9 +352,9 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for all sections together (540)")
     parser.add_argument("--patience", type=float, help="seconds without a sign of life until a process is killed (120)")
     parser.add_argument(
-        "--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="sections that run; all by default"
+        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections that run; all by default"
     )
-    parser.add_argument("--layers", type=int, nargs="*", default=[8, 32], help="of the models of end_to_end, in order")
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32], help="of the models of end_to_end, in order")
     parser.add_argument("--peers", action="store_true", help="measure transformers in end_to_end, too; needs PyTorch")
     parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -361,10 +362,15 @@ def main() -> int:
     args = parser.parse_args()
     if args.sections is not None:
         return run_sections(args, args.sections)
+    if args.budget < 0 or min(args.layers) < 1:
+        parser.error(f"--budget {args.budget:g} must not be negative, nor --layers {min(args.layers)} below 1")
     watchdog.end_with_children()
     if "timings" in args.only and "ceilings" not in args.only:
         args.only.append("ceilings")
     patience = args.patience or (600.0 if args.smoke else 120.0)
+    before = args.output / "gpu_check.json"
+    if before.exists():  # what was measured stays
+        before.rename(before.with_name(f"gpu_check-{before.stat().st_mtime_ns}.json"))
     report = Report(args.output, args.budget, args.smoke, args.only)
     report.layers, report.peers = args.layers, args.peers
     report.save()

@@ -36,7 +36,7 @@ from kvjax.experiments.board import PARTS, Board, Part, judged
 from kvjax.experiments.core import markdown, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
-from kvjax.experiments.core.setup import build, find_builders
+from kvjax.experiments.core.setup import build, find_builders, text_digest
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.papers.methods import METHODS
 from kvjax.models import pad_left
@@ -118,6 +118,7 @@ class Replication:
     def __post_init__(self):
         check_whole(1, examples=self.examples, length=self.length)
         check_distinct("models", self.models)
+        check_distinct("parts", self.parts)
         if self.text is not None and not {*self.models} - {*INCLUDED}:
             raise ValueError(f"no model reads {self.text}: {' and '.join(self.models)} have a language of their own")
         if self.text is not None and not pathlib.Path(self.text).is_file():
@@ -246,8 +247,11 @@ def shown(row: Row) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * scale * x for x in (c.difference, c.low, c.high)))
 
 
+_POSITIONS: Final = "where kept tokens stand"
+
+
 def _measured(row: Row) -> str:
-    return "where kept tokens stand" if row[0].kind == "early" else PARTS[row[2]].title
+    return _POSITIONS if row[0].kind == "early" else PARTS[row[2]].title
 
 
 def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
@@ -281,14 +285,14 @@ def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
 def plot(rows: Sequence[Row]) -> Figure:
     """Every claim's difference with its interval, a panel a part, a mark a model; filled where the word is not open."""
     every = [*dict.fromkeys(row[0] for row in rows)][::-1]
-    parts, names = [*dict.fromkeys(row[2] for row in rows)], [*dict.fromkeys(row[1] for row in rows)]
-    width = 4.4 + 6.0 / len(parts)  # names of claims, and of models, stand aside
-    figure, (grid,) = canvas(len(parts), width=width, height=0.42 * len(every) + 1.5, sharey=True)
-    for axes, part in zip(grid, parts, strict=True):
+    panels, names = sorted({_measured(row) for row in rows}), [*dict.fromkeys(row[1] for row in rows)]
+    width = 4.4 + 6.0 / len(panels)  # names of claims, and of models, stand aside
+    figure, (grid,) = canvas(len(panels), width=width, height=0.42 * len(every) + 1.5, sharey=True)
+    for axes, panel in zip(grid, panels, strict=True):
         axes.axvline(0, color="0.4", linewidth=1)
         for row in rows:
             claim, model, _, c, scale, _ = row
-            if row[2] != part:
+            if _measured(row) != panel:
                 continue
             i = names.index(model)
             look = {**style(i), "linestyle": "none", "markersize": 5}
@@ -302,8 +306,9 @@ def plot(rows: Sequence[Row]) -> Figure:
             axes.errorbar([x], [at], xerr=[[x - low], [high - x]], **look)
         for i, model in enumerate(names):
             axes.plot([], [], label=model, **{**style(i), "linestyle": "none"})
-        axes.set_title(PARTS[part].title, fontsize="medium")
-        axes.set_xlabel("100 x log of perplexities' ratio" if part == "perplexity" else "points of the score")
+        axes.set_title(panel, fontsize="medium")
+        units = {PARTS["perplexity"].title: "100 x log of perplexities' ratio", _POSITIONS: "points of share"}
+        axes.set_xlabel(units.get(panel, "points of the score"))
         axes.set_yticks(
             range(len(every)), [f"{PAPERS[c.paper].split()[0]}: {c.says}" for c in every], fontsize="x-small"
         )
@@ -347,7 +352,7 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
     part, file = options.parts[0], options.output / f"early-{pathlib.PurePath(name).name}.json"
     known = json.loads(file.read_bytes()) if file.exists() else {}
     setup, found = options.board(name).setup(PARTS[part]), []
-    text = setup.text or "the project's text"
+    text = f"text {text_digest(setup.text)}" if setup.text else "the project's text"
     prompts = f"{part}, {options.examples} examples of {options.length} tokens of {text}, seed {options.seed}"
     for claim in every:
         asked = f"{claim.says} ({prompts})"

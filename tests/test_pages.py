@@ -173,6 +173,37 @@ def test_p_values_of_boards_are_what_the_records_say(folder):
             assert (word == "worse") == (p[best, name] < 0.05), (at, name)
 
 
+@BOARDS
+def test_p_values_of_partial_scores_are_those_of_flipped_signs(folder):
+    """Of one table of perplexities or of parts of answers: 200,000 flips of what examples of a context differ by."""
+    lines, tables, rng = lines_of(folder), collections.defaultdict(dict), np.random.default_rng()
+    for part, share, name, *cells in rows_of(folder):
+        if share:
+            tables[part, share][name] = cells[-1]
+    order = lambda x: (x["task"], int(x["index"]))
+    of = lambda at, name: sorted(lines(*at, name), key=order)
+    partial = [at for at, own in tables.items() if {x["value"] for name in own for x in of(at, name)} - {"0", "1"}]
+    for at in random.sample(partial, min(1, len(partial))):
+        best, *others = names = [*tables[at]]
+        values = np.array([[float(x["value"]) for x in of(at, name)] for name in names])
+        _, unit = np.unique([(x["task"], x["context"]) for x in of(at, best)], axis=0, return_inverse=True)
+        pairs = [*itertools.combinations(range(len(names)), 2)]
+        differ = np.array([np.bincount(unit, values[i] - values[j]) for i, j in pairs])
+        beyond, reached = np.zeros(len(pairs)), np.abs(differ.sum(1)) - 1e-9
+        for _ in range(10):
+            beyond += (np.abs(differ @ rng.choice([-1.0, 1.0], (differ.shape[1], 20_000))) >= reached[:, None]).sum(1)
+        raw, adjusted, holm = beyond / 200_000, {}, 0.0
+        for rank, k in enumerate(np.argsort(raw)):
+            holm = adjusted[pairs[k]] = max(holm, min(1.0, (len(pairs) - rank) * raw[k]))
+        for j in random.sample(range(1, len(names)), min(3, len(others))):
+            shown, word = tables[at][names[j]].removeprefix("p = ").split(", ")
+            often = raw[pairs.index((0, j))] > 5e-4  # enough of the flips to say how often
+            assert (
+                float(shown) == pytest.approx(adjusted[0, j], rel=0.35) if often else float(shown) < 1e-3 * len(pairs)
+            )
+            assert (word == "worse") == (float(shown) < 0.05), (at, names[j])
+
+
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("to_hindsight-*.npz")), ids=lambda f: f.stem)
 def test_divergences_are_what_the_records_say(file):
     """Of a policy, and of the best method beside the best mask, each with its Student-t interval of logarithms."""

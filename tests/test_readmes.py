@@ -231,7 +231,8 @@ def on_a_gpu():
     ceilings = read["timings"]["ceilings"]
     yield f"at {ceilings['gemm_tflops']:.0f} TFLOP/s or the bytes at {ceilings['copy_gb_s']:,.0f} GB/s"
     behind = sum("cudnn own" in row["name"] for row in read["cudnn"]["rows"])
-    yield f"{count['triton']} rows for Triton, {count['mosaic_gpu']} for Mosaic, {behind} for cuDNN"
+    yield f"float16 ({count['triton']} rows), Mosaic's in both types of 16 bits ({count['mosaic_gpu']} rows"
+    yield f"behind it ({behind} rows)"
     before = {row["name"]: row for row in read["before"]["rows"] if row["section"] == "end_to_end"}
     prefill = [before[f"{name}, 8 layers"]["prefill_s"] for name in ("snapkv", "h2o")]
     yield "with 8 layers SnapKV's prefill took {:.2f} s before, H2O's {:.2f}".format(*prefill)

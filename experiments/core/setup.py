@@ -58,11 +58,10 @@ def find_builders(setup: Setup) -> dict[str, Builder]:
 def described(setup: Setup, builders: Mapping[str, Builder]) -> dict[str, Any]:
     """What a manifest says of tasks, which tells whether two runs are on the same rows."""
     made_by = lambda b: f"{b!r} of rows {b.digest}" if isinstance(b, Rows) else definition(b)
-    text = None if setup.text is None else hashlib.sha256(read_text(setup.text).encode()).hexdigest()[:16]
     each = {
         name: {"examples": count(b, setup) * len(setup.seeds), "builder": made_by(b)} for name, b in builders.items()
     }
-    return {"tasks": each, "text": text}
+    return {"tasks": each, "text": text_digest(setup.text)}
 
 
 def count(builder: Builder, setup: Setup) -> int:
@@ -72,14 +71,21 @@ def count(builder: Builder, setup: Setup) -> int:
     return EXAMPLES if setup.examples is None else setup.examples
 
 
+def text_digest(file: str | None) -> str | None:
+    """What tells one text from another; None of no file."""
+    return None if file is None else hashlib.sha256(read_text(file).encode()).hexdigest()[:16]
+
+
 def read_text(file: str) -> str:
     """The text of a file.
 
     Raises:
-      ValueError: one that is empty, or no text.
+      ValueError: one that is absent, empty, or no text.
     """
     try:
         text = pathlib.Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"--text {file} cannot be read ({e.strerror}); name a file of text") from e
     except UnicodeDecodeError as e:
         raise ValueError(f"--text {file} is no text in UTF-8: {e}") from e
     if not text.strip():

@@ -28,7 +28,18 @@ UNTIL = {
 
 POISONED = 3  # the exit code of a process whose GPU context is lost: whatever it ran next would fail too
 _LOST = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_MISALIGNED", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_ASSERT", "illegal memory")
-_SAVED = ("device", "smoke", "ceilings", "failures", "not_reached", "served_elsewhere", "begun", "stopped", "rows")
+_SAVED = (
+    "device",
+    "made",
+    "smoke",
+    "ceilings",
+    "failures",
+    "not_reached",
+    "served_elsewhere",
+    "begun",
+    "stopped",
+    "rows",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +56,7 @@ class Report:
 
     Attributes:
       device: what this runs on, once a process has asked the device.
+      made: by which command, when, and of which code.
       failures: names of rows that are not ok.
       rows: the rows.
       not_reached: what the time did not suffice for, as "section: name".
@@ -71,6 +83,7 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / "gpu_check.json"
         self.device: dict[str, Any] = {}
+        self.made: dict[str, Any] = {}
         self.smoke = smoke
         self.failures: list[str] = []
         self.ceilings: dict[str, float] = {}
