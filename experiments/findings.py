@@ -21,6 +21,7 @@ import io
 import itertools
 import json
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
@@ -261,9 +262,16 @@ _ORACLES: Final = ("head", "layer", "model")
 
 def _about(options: Findings, what: str) -> str:
     text = "the project's text" if options.text is None else options.text.name
+    words = ["experiments/findings.py", options.name]
+    for field in dataclasses.fields(options)[1:]:
+        value = getattr(options, field.name)
+        if field.name != "output" and value != field.default:
+            shown = value if isinstance(value, tuple) else (text if field.name == "text" else value,)
+            words += [f"--{field.name.replace('_', '-')}", *map(str, shown)]
     return (
-        f"Model {options.model}, {options.prompts} prompts of {options.length:,} tokens of {text}; the next "
-        f"{options.follow} are read with what is left; {what}. Geometric means over prompts, with 95 % intervals."
+        f"Model {options.model} in {options.dtype}, {options.prompts} prompts of {options.length:,} tokens of {text}; "
+        f"the next {options.follow} are read with what is left; {what}. Geometric means over prompts, with 95 % "
+        f"intervals. By `python {shlex.join(words)}`."
     )
 
 

@@ -88,10 +88,15 @@ def test_too_few_prompts_are_refused():
         Findings("what_decides", budget=(0.5, 1.0))
 
 
-def test_what_was_measured_with_other_options_is_not_overwritten(tmp_path):
-    file = tmp_path / "what_decides-embedded.npz"
-    np.savez(file, kl=np.ones((96, 4, 24)), options="{}")
-    with pytest.raises(ValueError, match=r"was measured with {}, not .*; give another --output"):
-        findings.run(Findings("what_decides", output=tmp_path))
-    with np.load(file) as data:
-        assert data["kl"].shape == (96, 4, 24)
+def test_what_was_measured_with_other_options_or_of_another_text_is_not_overwritten(tmp_path):
+    file, text = tmp_path / "what_decides-embedded.npz", tmp_path / "text.txt"
+    text.write_text("one text")
+    options, asked = Findings("what_decides", output=tmp_path, text=text), "{}"
+    for content in ("one text", "another"):
+        np.savez(file, kl=np.ones((96, 4, 24)), options=asked)
+        text.write_text(content)
+        with pytest.raises(ValueError, match=r"was measured with .*, not .*; give another --output") as error:
+            findings.run(options)
+        asked = str(error.value).split(", not ", 1)[1].removesuffix("; give another --output")
+        with np.load(file) as data:
+            assert data["kl"].shape == (96, 4, 24)
