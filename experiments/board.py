@@ -117,6 +117,11 @@ class Board:
 
     def __post_init__(self):
         check_whole(1, examples=self.examples, length=self.length)
+        if self.protect is not None and not (min(self.protect) >= 0 and sum(self.protect) < self.length):
+            first, last = self.protect
+            raise ValueError(
+                f"protect {first} {last} must be two numbers from 0 on, below length={self.length} together"
+            )
         for name, given, known in (("methods", self.methods, configs.available()), ("parts", self.parts, PARTS)):
             if given:
                 check_distinct(name, given)
@@ -296,6 +301,9 @@ def read(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = 
     lines = judged(part, directories)
     every, rows = table.records(table.numbers(lines)), table.examples(lines).sort_values(["task", "index"])
     averages = [n for n in every if n["task"] == table.AVERAGE]
+    written = lines.groupby(["method", "budget"])["tokens"].mean()
+    for n in every:
+        n["written"] = written[n["method"], n["budget"]]
     each = rows.groupby(["method", "budget"], sort=False)
     first = next(own for _, own in each)
     scores = {(str(method), str(budget)): own["value"].tolist() for (method, budget), own in each}
@@ -346,12 +354,13 @@ def table(found: Found, share: float) -> list[str]:
     return markdown.table((*_CELLS, "better than", "worse than", f"beside {_name(here[0])}"), rows)
 
 
-_CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of prompt"
+_CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of prompt", "tokens written"
 
 
 def _cells(n: Number) -> tuple[str, ...]:
     needed = n["kv_of_full"] * n["kv_bytes_needed"] / n["kv_bytes"]
-    return _name(n), _value(n), f"{n['kv_of_full']:.1%}", f"{needed:.1%}", f"{n['live']:.1%}"
+    written = f"{n['written']:.1f}" if n["kind"] == "score" else ""  # of likelihoods nothing is
+    return _name(n), _value(n), f"{n['kv_of_full']:.1%}", f"{needed:.1%}", f"{n['live']:.1%}", written
 
 
 def alike(found: Found, shares: Sequence[float]) -> list[str]:

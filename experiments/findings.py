@@ -95,7 +95,7 @@ class Findings:
     def __post_init__(self):
         check_whole(1, **{name: getattr(self, name) for name in ("length", "follow", "batch_size")})
         check_whole(2, prompts=self.prompts)
-        check_distinct("budget", self.budget)
+        check_distinct("budget", [f"{100 * share:.4g} %" for share in self.budget])
         if not all(0 < share < 1 for share in self.budget):
             raise ValueError(f"budget {self.budget} must be shares of the prompt above 0 and below 1")
 

@@ -19,7 +19,16 @@ RUN = Shape(96, 32, 1, ())
 
 
 def number(method, share, value, budget="bytes-0.25"):
-    of = {"method": method, "budget": budget, "kind": "score", "value": value, "low": 0.0, "high": 1.0, "live": 1}
+    of = {
+        "method": method,
+        "budget": budget,
+        "kind": "score",
+        "value": value,
+        "low": 0.0,
+        "high": 1.0,
+        "live": 1,
+        "written": 3.0,
+    }
     return {**of, "kv_of_full": share, "kv_bytes": 100, "kv_bytes_needed": 80}
 
 
@@ -128,6 +137,8 @@ def test_where_the_full_cache_scores_nothing_the_map_is_empty():
         ({"examples": 0}, "examples"),
         ({"parts": ("summary",)}, "summary cannot be asked of embedded, whose language has no words for it"),
         ({"metrics": ("rogue_l",)}, "rogue_l"),
+        ({"metrics": ("bleu", "bleu")}, r"metrics has 'bleu' twice; give each once"),
+        ({"protect": (400, 700)}, r"protect 400 700 must be two numbers from 0 on, below length=1024 together"),
     ],
 )
 def test_what_cannot_be_run_is_refused(given, message):
