@@ -15,9 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.pallas_kernels import blocks as bl
 
-TARGET_PROGRAMS = (
-    256  # about two for each multiprocessor of an H200, where 512 took 1.2 (pool: 1.5) times as long at 32k slots
-)
+# About two for each multiprocessor of an H200, on which 512 took 1.2 times as long at 32k slots, and a pool 1.5 times.
+TARGET_PROGRAMS = 256
 
 
 def block_sizes(
