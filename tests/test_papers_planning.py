@@ -62,7 +62,13 @@ def test_speeds_tasks_of_lm_eval_and_what_no_text_states_have_plans(name, works)
     assert len(re.findall(r" prompts of [1-9][\d,]* tokens", said)) == works
 
 
-@pytest.mark.parametrize("name", ["nacl/figure4", "roco/figure1", "roco/table5"])
+def test_what_is_planned_itself_runs_no_model():
+    said = planning.planned(ENTRIES["nacl/figure4"], Options("nacl/figure4"))
+    assert "no model runs: memory is computed" in said
+    assert "hours" not in said
+
+
+@pytest.mark.parametrize("name", ["roco/figure1", "roco/table5"])
 def test_what_measures_no_policy_on_data_has_no_plan(name):
     with pytest.raises(ValueError, match=f"{name} measures no policy on a data set, which is all that is planned"):
         planning.planned(ENTRIES[name], Options(name))

@@ -53,6 +53,8 @@ def planned(entry: Entry, options: Options) -> str:
         parts = [_of_figure(name, MODELS[wanted[0]], options) for name in entry.figures]
     else:
         parts = [line for name in wanted for line in _of_model(entry, name, options)] if entry.runs else []
+        if any(DATA[d].runner == "planned" for c in entry.columns for d in c.data):
+            parts = ["no model runs: memory is computed, in seconds without the card"]
     if not parts:
         raise ValueError(f"{entry.name} measures no policy on a data set, which is all that is planned")
     return "\n".join([f"{entry.name}: {entry.shows}", *parts, ASSUMED])
