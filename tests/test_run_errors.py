@@ -81,7 +81,10 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
         ),
         (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
         (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
-        (["--config", "snapkv.py", "--text", "no.txt"], "No such file or directory: 'no.txt'"),
+        (
+            ["--config", "snapkv.py", "--text", "no.txt"],
+            "--text no.txt cannot be read .No such file or directory.; name a file",
+        ),
         (["--config", "snapkv.py", "--data", "no.jsonl"], "--data no.jsonl: there is no such file"),
         (["--config", "snapkv.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
         (["--config", ""], "no config ''"),
