@@ -235,19 +235,21 @@ def sweep(report: Report, implementations: Sequence[Implementation]) -> None:
                 report.row("sweep", numbers, served_by="mosaic_gpu", **values, **label)
 
 
-def end_to_end(report: Report, implementations: Sequence[Implementation]) -> None:
+def end_to_end(
+    report: Report, implementations: Sequence[Implementation], depths: Sequence[int] = (8, 32), peers: bool = False
+) -> None:
     """Prefill and decode of a random model shaped like Llama 3 8B, a process for each method: peaks do not mix.
 
-    First some of its layers for every method, then all 32 while twice the time that the few took is left: a row of few
-    layers is worth more than none of many. With `--peers` transformers reads and writes the same.
+    First the least of its `depths` for every method, then the next while twice the time that the first took is left: a
+    row of few layers is worth more than none of many. With `peers` transformers reads and writes the same.
     """
     here = pathlib.Path(__file__).with_name("gpu")
     methods = {name: [str(here / "model.py"), name] for name in OURS}
-    if report.peers:
+    if peers:
         peer = str(here / "peer.py")
         methods |= {"transformers": [peer], "transformers, compiled": [peer, "--compiled"]}
     took: dict[str, float] = {}
-    depths = (2,) if report.smoke else report.layers
+    depths = (2,) if report.smoke else sorted(depths)
     for layers, (i, (method, what)) in itertools.product(depths, enumerate(methods.items())):
         name, few = f"{method}, {layers} layers", layers == depths[0]
         if not few and method not in took:
@@ -354,7 +356,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections that run; all by default"
     )
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32], help="of the models of end_to_end, in order")
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32], help="of the models of end_to_end (8 32)")
     parser.add_argument("--peers", action="store_true", help="measure transformers in end_to_end, too; needs PyTorch")
     parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -372,7 +374,6 @@ def main() -> int:
     if before.exists():  # what was measured stays
         before.rename(before.with_name(f"gpu_check-{before.stat().st_mtime_ns}.json"))
     report = Report(args.output, args.budget, args.smoke, args.only)
-    report.layers, report.peers = args.layers, args.peers
     report.save()
     command = [sys.executable, __file__, "--output", str(args.output), "--budget", str(args.budget), "--start"]
     command += [str(report.start), "--only", *args.only, *["--smoke"] * args.smoke]
@@ -383,7 +384,7 @@ def main() -> int:
             if not report.device and watchdog.watched([*command, "--sections"], report.file, patience) == NO_GPU:
                 return NO_GPU
             report.resume()
-            end_to_end(report, (args.implementation or "interpret",))
+            end_to_end(report, (args.implementation or "interpret",), args.layers, args.peers)
         elif supervise(report, command, names, patience) == NO_GPU:
             return NO_GPU
     print(

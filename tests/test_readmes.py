@@ -170,6 +170,14 @@ def results_in_short():
     prefill = [ratio(x) for name, x in rows.items() if "/prefill/" in name]
     yield f"is {min(decode):.1f} to {max(decode):.1f} times as fast as kvpress"
     yield f"prefill {min(prefill)} to {max(prefill)} times as fast as transformers"
+    tries = [
+        [cells[-1] for _, cells in tables(STORED / "replication" / page) if "where kept tokens stand" not in cells]
+        for page in ("replication.md", "perplexity/replication.md")
+    ]
+    (hold, against), (likely, unlikely) = ([x.count(word) for word in ("holds", "reversed")] for x in tries)
+    total = sum(word in ("holds", "reversed", "undecided") for word in tries[0])
+    yield f"Of {total} tries of papers' claims {hold} hold and {against} are reversed in retrieval"
+    yield f"retrieval, {likely} and {unlikely} by likelihood"
 
 
 def loading():

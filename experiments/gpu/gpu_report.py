@@ -64,8 +64,6 @@ class Report:
       ceilings: what the machine can do.
       begun: what has been begun, as "section: name"; the last of it is what a process was at when it died.
       stopped: what a process died at.
-      layers: of the models that are measured as a whole, in order.
-      peers: whether transformers is measured beside them.
     """
 
     def __init__(
@@ -92,8 +90,6 @@ class Report:
         self.served_elsewhere: list[str] = []
         self.begun: list[str] = []
         self.stopped: list[str] = []
-        self.layers: Sequence[int] = (8, 32)
-        self.peers = False
         self._before: frozenset[str] = frozenset()
         self.start = time.monotonic() if start is None else start
         shares = [UNTIL[name] - before for name, before in zip(UNTIL, (0.0, *UNTIL.values()), strict=False)]
