@@ -17,6 +17,7 @@ from kvjax.pallas_kernels import blocks as bl
 
 # About two for each multiprocessor of an H200, on which 512 took 1.2 times as long at 32k slots, and a pool 1.5 times.
 TARGET_PROGRAMS = 256
+MANY_ROWS_PROGRAMS = 512  # longer parts spill on an A100: 71 query heads of one kv head
 
 
 def block_sizes(
@@ -33,7 +34,8 @@ def block_sizes(
     """
     many = num_rows > (16 if head_dim > 128 else 32)
     block = 16 if jnp.dtype(dtype) == jnp.float32 else 32 if many else 64
-    split = max(block, min(1024, bl.power_of_two(num_slots * num_columns // TARGET_PROGRAMS)))
+    programs = MANY_ROWS_PROGRAMS if many else TARGET_PROGRAMS
+    split = max(block, min(1024, bl.power_of_two(num_slots * num_columns // programs)))
     return bl.BlockSizes(bl.MIN_TILE, block, num_warps=4, num_stages=3, split=split)
 
 
