@@ -114,7 +114,7 @@ def _option(name: str, parameter: inspect.Parameter, default: Any, text: str) ->
     if isinstance(default, Share):
         text = f"{text.rstrip('.')}: a share of the budget."
         return f"{name}_share", _Option(name, float, default.share, text, lambda _, x: Share(x))
-    if {*typing.get_args(Count)} <= {*typing.get_args(kind)}:
+    if {*typing.get_args(typing.get_args(Count)[0])} <= {*typing.get_args(kind)}:  # what it annotates
         kind = Budget | None if type(None) in typing.get_args(kind) else Budget
     elif not _is_plain(kind):
         return name, None

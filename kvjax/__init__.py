@@ -32,7 +32,7 @@ from kvjax import methods
 from kvjax.budgets import Adaptive, Pyramid, Share
 from kvjax.compose import chain, from_fn, partition, partition_heads, protect, shared_layers, when
 from kvjax.compose.across import across_layers
-from kvjax.contract import Policy
+from kvjax.contract import Policy, doors
 from kvjax.drivers import sampling
 from kvjax.drivers.beam import generate_beams, generate_beams_from
 from kvjax.drivers.checkpoint import load_state, save_state
@@ -101,6 +101,8 @@ __all__ = [
     "stream",
     "when",
 ]
+
+doors(__name__, *__all__)
 
 
 if TYPE_CHECKING:

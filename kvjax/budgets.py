@@ -12,11 +12,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.contract import (
     MOST,
+    Amount,
+    AtLeastOne,
     Context,
     Count,
     Heads,
     LayerInfo,
+    NonNegative,
     Prompts,
+    Proportion,
+    Size,
     Slots,
     count,
     data,
@@ -37,11 +42,7 @@ class Share:
       share: in [0, 1].
     """
 
-    share: float
-
-    def __post_init__(self):
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"a share of the budget lies between 0 and 1, not at {self.share}")
+    share: Proportion
 
     def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
         if budget is None:
@@ -94,7 +95,7 @@ class Times:
     """
 
     count: Count
-    factor: float
+    factor: NonNegative
 
     def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
         return np.minimum(np.floor(resolve(self.count, prompt, budget) * self.factor + 1e-9), MOST).astype(np.int64)
@@ -110,7 +111,7 @@ class Above:
     """
 
     count: Count
-    shortest: int
+    shortest: Amount
 
     def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
         n = resolve(self.count, prompt, budget)
@@ -203,11 +204,7 @@ class Pyramid:
       beta: the last layer gets 1 / beta of the average; 1 for equal budgets.
     """
 
-    beta: float = 20.0
-
-    def __post_init__(self):
-        if self.beta < 1:
-            raise ValueError(f"beta={self.beta}: the last layer gets 1 / beta of the average, so give 1 or more")
+    beta: AtLeastOne = 20.0
 
     def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         last = average[:, None] / self.beta
@@ -225,7 +222,7 @@ class LayerShares:
       weights: one a layer; a layer's share is its weight over their sum.
     """
 
-    weights: tuple[float, ...]
+    weights: tuple[NonNegative, ...]
 
     def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         if len(self.weights) != num_layers:
@@ -252,14 +249,8 @@ class Adaptive(Heads):
       max_ratio: no head gets more than this many times the average.
     """
 
-    alpha: float = 0.5
-    max_ratio: float = float("inf")
-
-    def __post_init__(self):
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha} is a share of the budget; give a number between 0 and 1")
-        if not self.max_ratio >= 1:
-            raise ValueError(f"max_ratio={self.max_ratio}: heads cannot all get less than the average; give 1 or more")
+    alpha: Proportion = 0.5
+    max_ratio: AtLeastOne = float("inf")
 
     def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
         all_in_one = _ceil(average * (1 - self.alpha + self.alpha * info.num_kv_heads))
@@ -280,7 +271,7 @@ class HeadShares(Heads):
         0, at least one token.
     """
 
-    weights: tuple[tuple[float, ...], ...] = data()
+    weights: tuple[tuple[NonNegative, ...], ...] = data()
 
     def _ratios(self, info: LayerInfo) -> Float[np.ndarray, "K"]:
         """The share of each head, in units of the average."""
@@ -379,17 +370,14 @@ class Schedule:
     """
 
     prefill: bool = True
-    every: int | None = None
-    over: int | None = None
+    every: Size | None = None
+    over: Size | None = None
     drop: Count = count(default=0)
     before: bool = False
 
     def __post_init__(self):
         if self.every is not None and self.over is not None:
             raise ValueError(f"Schedule(every={self.every}, over={self.over}): give one of them, not both")
-        for name in ("every", "over"):
-            if (n := getattr(self, name)) is not None and n < 1:
-                raise ValueError(f"Schedule({name}={n}): give at least 1, or None for never")
         if self.before and self.every != 1:
             raise ValueError(f"Schedule(before=True, every={self.every}) evicts before every step; give every=1")
 

@@ -88,33 +88,12 @@ class Evict(Policy):
     layout: Layout = Layout()
 
     def __post_init__(self):
-        kinds = {
-            "score": Score,
-            "select": Select,
-            "heads": Heads,
-            "rewrite": Rewrite,
-            "when": Schedule,
-            "layout": Layout,
-        }
-        for name, x in ((f.name, getattr(self, f.name)) for f in dataclasses.fields(Evict)):
-            if isinstance(x, type):
-                raise ValueError(f"{name}={x.__name__} is a class; give a value of it, {x.__name__}(...)")
-            kind = kinds.get(name, object)
-            if not isinstance(x, kind) and not (x is None and name in ("heads", "rewrite")):
-                do = f"subclass it{', or make a policy of a function by from_fn' if name == 'score' else ''}"
-                do = do if issubclass(kind, Part) else f"give {kind.__name__}(...)"
-                raise ValueError(f"{name}={x!r} is no {kind.__name__}; {do}")
-        if not callable(self.layers):
-            raise ValueError(f"layers={self.layers!r} is no function; give one such as kvjax.budgets.Even()")
         for part in (self.select, self.rewrite):
             own = () if part is None else part.writes
             if not isinstance(own, tuple) or {*own} - {*_WRITTEN}:
                 raise ValueError(
                     f"{type(part).__name__}.writes={own!r} is no tuple of some of {_WRITTEN}; give one, such as ('v',)"
                 )
-        for n in (self.budget, self.sinks, self.recent):
-            if not callable(n):
-                resolve(n, np.ones(1, np.int64))
         if not callable(self.budget) and self.budget <= 0:
             what = "of the prompt" if isinstance(self.budget, float) else "tokens"
             raise ValueError(f"a budget of {self.budget} {what} is none; attention needs at least 1 token")

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.budgets import known
-from kvjax.contract import EMPTY, AttentionInputs, Context, Count, Slots, value
+from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, value
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.storage.mesh import attention_on
 
@@ -40,10 +40,10 @@ class Rows:
 
     last: Count | None = None
     element: Literal["p", "p2", "above"] = "p"
-    threshold: float | str = "1/visible"
+    threshold: float | Literal["1/visible", "1/position"] = "1/visible"
     group: Literal["mean", "max", "sum"] | None = "mean"
     softmax: Callable[[AttentionInputs], Softmax] | None = None
-    first: int = 0
+    first: Amount = 0
     by_length: bool = False
     count_self: bool = True
     summed: bool = True
@@ -51,11 +51,6 @@ class Rows:
     def __post_init__(self):
         if isinstance(self.last, int) and self.last < 1:
             raise ValueError(f"Rows(last={self.last}) observes no row; give 1 or more, or None for all")
-        if self.element not in ("p", "p2", "above") or self.group not in ("mean", "max", "sum", None):
-            raise ValueError(
-                f"Rows(element={self.element!r}, group={self.group!r}): element is p, p2 or above, "
-                "group is mean, max, sum or None"
-            )
 
     def __call__(self, inputs: AttentionInputs) -> Columns:
         pos, ctx, rows, weights = inputs.pos, inputs.ctx, None, []
@@ -81,7 +76,7 @@ class Rows:
         )
 
 
-def votes(rows: int) -> Rows:
+def votes(rows: Size) -> Rows:
     """The attention of the prompt's last `rows`, row by row and for every query head: "B N R S"."""
     return Rows(rows, group=None, summed=False)
 
@@ -119,7 +114,7 @@ class QuerySquares:
       rows: how many last rows.
     """
 
-    rows: int = 32
+    rows: Size = 32
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K H"]:
         q, exist = inputs.q[:, :, -self.rows :], inputs.pos[:, -self.rows :] != EMPTY
@@ -140,8 +135,8 @@ class FutureQueries:
       skip: the first rows, which are left out: their queries are unlike the others.
     """
 
-    horizon: int = 512
-    skip: int = 4
+    horizon: Size = 512
+    skip: Amount = 4
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         q, H = inputs.raw_q.astype(jnp.float32), inputs.raw_q.shape[-1]
@@ -242,9 +237,9 @@ class ChunkAttention:
       first, last: how many first and last tokens are in no chunk.
     """
 
-    size: int = 256
-    first: int = 0
-    last: int = 0
+    size: Size = 256
+    first: Amount = 0
+    last: Amount = 0
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
         (B, _, T, H), K = inputs.q.shape, inputs.kv.pos.shape[1]
@@ -294,24 +289,16 @@ class Reread:
       sinks: first tokens of the prompt that rows see beside the chunk.
       plus: weighs probabilities: $\max_{i, g} p_{ij} \lVert v_j W_O^g \rVert_2 / \lVert h_i \rVert_2$, where $h_i$ is
         the hidden state that the row's query is a projection of (KVzip+, arXiv 2601.07891).
-
-    Raises:
-      ValueError: a chunk without tokens, a negative number.
     """
 
     repeat: tuple[int, ...] = ()
     repeat_next: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    prefix: int = 0
-    chunk: int = 2048
-    overlap: int = 8
-    sinks: int = 4
+    prefix: Amount = 0
+    chunk: Size = 2048
+    overlap: Amount = 8
+    sinks: Amount = 4
     plus: bool = False
-
-    def __post_init__(self):
-        for name, least in (("prefix", 0), ("chunk", 1), ("overlap", 0), ("sinks", 0)):
-            if (n := getattr(self, name)) < least:
-                raise ValueError(f"{name}={n}: give {least} or more tokens")
 
     def size(self, width: int) -> int:
         """Tokens of the largest chunk of a prompt of so many columns."""
@@ -327,7 +314,7 @@ class Reread:
         later = len(self.repeat_next) + overlap if len(self.firsts(width)) > 1 else 0
         return max(len(self.repeat), later) + len(self.suffix) + self.size(width)
 
-    def rows(self, ids: Int[np.ndarray, "T"], first: int, width: int) -> Int[np.ndarray, "R"]:
+    def rows(self, ids: Int[np.ndarray, "T"], first: Amount, width: int) -> Int[np.ndarray, "R"]:
         """The ids that repeat the chunk from `first` on of a prompt; none behind the prompt's end.
 
         Args:

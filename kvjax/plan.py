@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import LayerInfo, Policy, compiled, value
+from kvjax.contract import Amount, LayerInfo, Policy, Size, compiled, value
 
 _TILE, _STEP = 8, 16  # what slots are rounded up to: rows of a tile that a kernel reads; where layers differ
 
@@ -85,7 +85,7 @@ def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tu
 
 
 def make_plan(
-    config: Any, policy: Policy, lengths: Int[np.ndarray, "B"] | Any, width: int, max_new_tokens: int
+    config: Any, policy: Policy, lengths: Int[np.ndarray, "B"] | Any, width: Size, max_new_tokens: Amount
 ) -> Plan:
     """The plan of a policy. A run that is given it as `plan=` has its slots and shares its programs.
 

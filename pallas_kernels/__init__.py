@@ -1,5 +1,6 @@
 """Attention over KV caches, and the statistics that eviction policies read from it."""
 
+from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.api import attention as attention
 from kvjax.pallas_kernels.api import pooled_attention as pooled_attention
 from kvjax.pallas_kernels.api import recovered_attention as recovered_attention
@@ -9,3 +10,5 @@ from kvjax.pallas_kernels.columns import Columns as Columns
 from kvjax.pallas_kernels.columns import Recovery as Recovery
 from kvjax.pallas_kernels.columns import Softmax as Softmax
 from kvjax.pallas_kernels.columns import hash_uniform as hash_uniform
+
+kinds.doors(__name__, "attention", "pooled_attention", "recovered_attention", "use")

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import pooled, recovery, reference, xla
 from kvjax.pallas_kernels.columns import Attention, Columns, Recovery, Softmax
+from kvjax.pallas_kernels.kinds import NonNegative, Positive, Size
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "cudnn", "interpret", "reference"]
 Result = TypeVar("Result")
@@ -87,8 +88,8 @@ def attention(
     columns: Sequence[Columns] = (),
     bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    window: Size | None = None,
+    softcap: Positive | None = None,
     own: bool = False,
     implementation: Implementation | None = None,
 ) -> Attention:
@@ -127,11 +128,9 @@ def attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, N, T, H, K, S = _checked_sizes(q, k, q_pos, kv_pos)
+    B, N, T, H, K, S = _checked_sizes(q, k)
     q_pos = jnp.broadcast_to(jnp.arange(S - T, S), (B, T)) if q_pos is None else q_pos
     kv_pos = jnp.broadcast_to(jnp.arange(S), (B, K, S)) if kv_pos is None else kv_pos
-    _check("v", v, np.floating, B, K, S, H)
-    _check("bias", bias, np.floating, B, N, S)
     columns = _checked_columns(columns, B, N, K, T)
     options = _options(H, scale, window, softcap)
     arrays, structure = jax.tree.flatten(columns)
@@ -156,12 +155,12 @@ def pooled_attention(
     kv_pos: Int[Array, "B P"],
     columns: Sequence[Columns] = (),
     *,
-    num_kv_heads: int,
+    num_kv_heads: Size,
     in_order: bool = False,
     bias: Float[Array, "B G P"] | None = None,
     scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    window: Size | None = None,
+    softcap: Positive | None = None,
     implementation: Implementation | None = None,
 ) -> Attention:
     """One query row a head over a flat pool, where every slot belongs to one kv head: caches of per-head budgets.
@@ -190,19 +189,12 @@ def pooled_attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, N, T, H = _sizes("q", q, 4)
-    _, P, _ = _sizes("k", k, 3)
-    if T != 1:
-        raise ValueError(f"a pool answers one query row a head, but q has {T}; attend to blocks before they are pooled")
-    if num_kv_heads < 1 or N % num_kv_heads:
+    B, N, T, H = q.shape
+    P = k.shape[1]
+    if N % num_kv_heads:
         raise ValueError(
             f"{N} query heads are not a multiple of num_kv_heads={num_kv_heads}; every kv head serves N / K query heads"
         )
-    for name, x in (("k", k), ("v", v)):
-        _check(name, x, np.floating, B, P, H)
-    _check("q_pos", q_pos, np.integer, B, 1)
-    for name, x in (("owner", owner), ("kv_pos", kv_pos)):
-        _check(name, x, np.integer, B, P)
     _check("bias", bias, np.floating, B, N // num_kv_heads, P)
     columns = _checked_columns(columns, B, N, num_kv_heads, T)
     options: dict[str, Any] = {
@@ -231,11 +223,11 @@ def recovered_attention(
     masks: Bool[Array, "M B K S"],
     *,
     within: Sequence[Int[Array, "B"] | None] | None = None,
-    tolerance: float | None = None,
+    tolerance: NonNegative | None = None,
     bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    window: Size | None = None,
+    softcap: Positive | None = None,
     implementation: Implementation | None = None,
 ) -> Recovery:
     """Compares a causal attention matrix with itself restricted to M sets of keys (FastGen's profile, 2310.01801).
@@ -258,16 +250,12 @@ def recovered_attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, N, _, H, K, S = _checked_sizes(q, k, q_pos, kv_pos)
-    _check("bias", bias, np.floating, B, N, S)
-    _check("masks", masks, np.bool_, len(masks), B, K, S)
+    B, _, _, H, _, _ = _checked_sizes(q, k)
     bands = (None,) * len(masks) if within is None else tuple(within)
     if len(bands) != len(masks):
         raise ValueError(f"{len(bands)} bands for {len(masks)} masks; give one for each, or None")
     for band in bands:
         _check("within", band, np.integer, B)
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"tolerance={tolerance} must be at least 0; use None to leave `elementwise` out")
     options: dict[str, Any] = {"tolerance": tolerance, **_options(H, scale, window, softcap)}
 
     def run(order, *args):
@@ -293,8 +281,6 @@ def _order(implementation: str | None) -> Order | None:
         implementation = _defaults[-1]
     if implementation is None:
         return None
-    if not isinstance(implementation, str) or implementation not in _ORDER:
-        raise ValueError(f"implementation={implementation!r} is not one of {get_args(Implementation)} or None")
     return _ORDER[implementation]
 
 
@@ -451,34 +437,18 @@ def _check(name: str, x: Any, kind: type[np.generic], *shape: int) -> None:
         raise ValueError(f"{name} is {found}, but must be {wanted} to fit the other arrays")
 
 
-def _sizes(name: str, x: Any, axes: int) -> tuple[int, ...]:
-    """The sizes of an array of floats, none of them 0."""
-    if np.ndim(x) != axes or 0 in np.shape(x):
-        raise ValueError(f"{name} has the shape {np.shape(x)}, but must have {axes} axes, none of them empty")
-    _check(name, x, np.floating, *np.shape(x))
-    return x.shape
-
-
-def _checked_sizes(q: Any, k: Any, q_pos: Any, kv_pos: Any) -> tuple[int, int, int, int, int, int]:
+def _checked_sizes(q: Any, k: Any) -> tuple[int, int, int, int, int, int]:
     """(B, N, T, H, K, S) of rows and slots that fit together."""
-    B, N, T, H = _sizes("q", q, 4)
-    _, K, S, _ = _sizes("k", k, 4)
+    (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
     if S < T:
         raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
-    _check("k", k, np.floating, B, K, S, H)
-    _check("q_pos", q_pos, np.integer, B, T)
-    _check("kv_pos", kv_pos, np.integer, B, K, S)
     return B, N, T, H, K, S
 
 
 def _options(head_dim: int, scale: float | None, window: int | None, softcap: float | None) -> dict[str, Any]:
     """How rows attend, with the default scale. Python's own numbers leave the types of arrays as they are."""
-    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
-        raise ValueError(f"window={window!r} must be a whole number of at least 1; use None for none")
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"softcap={softcap!r} must be positive and finite; use None for none")
     return {
         "scale": head_dim**-0.5 if scale is None else float(scale),
         "window": None if window is None else int(window),

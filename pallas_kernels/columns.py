@@ -12,16 +12,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
+from kvjax.pallas_kernels.kinds import Size, check_fields
 from kvjax.pallas_kernels.pytree import pytree, static
 
 Element = Literal["p", "p2", "above"]
 Group = Literal["mean", "max", "sum"]
 Noise = Literal["gumbel", "gaussian", "constant"]
-
-_ELEMENTS = ("p", "p2", "above")
-_GROUPS = ("mean", "max", "sum", None)
-_THRESHOLDS = ("1/visible", "1/position")
-_NOISES = ("gumbel", "gaussian", "constant", None)
 
 
 @pytree
@@ -48,9 +44,7 @@ class Softmax:
     heads: Int[Array, "N"] | None = None
 
     def __post_init__(self):
-        for name, choices in (("noise", _NOISES), ("per", ("call", "key"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}")
+        check_fields(self)
         if (self.noise in ("gumbel", "gaussian")) != (self.seed is not None):
             raise ValueError(f"noise={self.noise!r} needs a seed, and a seed needs noise that is drawn")
 
@@ -168,9 +162,9 @@ class Columns:
       softmax: a softmax of the statistic's own, or None for that of the output.
     """
 
-    rows: int | None = static(default=None)
+    rows: Size | None = static(default=None)
     element: Element = static(default="p")
-    threshold: float | str = static(default="1/visible")
+    threshold: float | Literal["1/visible", "1/position"] = static(default="1/visible")
     group: Group | None = static(default="mean")
     group_at: Literal["before", "after"] = static(default="after")
     count_self: bool = static(default=True)
@@ -179,16 +173,9 @@ class Columns:
     softmax: Softmax | None = None
 
     def __post_init__(self):
-        if self.rows is not None and (not isinstance(self.rows, int | np.integer) or self.rows < 1):
-            raise ValueError(f"rows={self.rows!r}: a column statistic needs at least one query row, or None for all")
-        for name, choices in (("element", _ELEMENTS), ("group", _GROUPS), ("group_at", ("before", "after"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {choices}")
+        check_fields(self)
         if self.group is None and self.group_at == "before":
             raise ValueError("group=None keeps every query head, so there is no group to reduce 'before'")
-        named = isinstance(self.threshold, str)
-        if not (self.threshold in _THRESHOLDS if named else np.isfinite(self.threshold)):
-            raise ValueError(f"threshold={self.threshold!r} is not a finite number or one of {_THRESHOLDS}")
 
     @property
     def per_query_head(self) -> bool:

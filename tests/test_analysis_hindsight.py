@@ -20,13 +20,13 @@ MASS, LIVE, ONES = jnp.ones((1, 1, 2, 6)), jnp.ones((1, 1, 2, 6), bool), np.ones
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: analysis.lost_mass(MASS, ONES), r"keep must be booleans .* got float"),
-        (lambda: analysis.hindsight_rank(MASS, ONES), r"live must be booleans .* got float"),
-        (lambda: analysis.best_in_hindsight(MASS, LIVE, ONES), r"keep must be booleans .* got float"),
-        (lambda: analysis.regret(MASS, LIVE[:, :, :1], LIVE), r"live must be .* got bool of shape \(1, 1, 1, 6\)"),
-        (lambda: analysis.regret(MASS, LIVE, LIVE, "heads"), "across='heads': give one of 'head', 'layer', 'model'"),
-        (lambda: analysis.interval(np.ones(3), float("nan")), r"confidence=nan must be a number in \(0, 1\)"),
-        (lambda: analysis.interval("banana"), "values must be numbers; got <U6"),
+        (lambda: analysis.lost_mass(MASS, ONES), r"keep=float.* must be .* of True or False"),
+        (lambda: analysis.hindsight_rank(MASS, ONES), r"live=float.* must be .* of True or False"),
+        (lambda: analysis.best_in_hindsight(MASS, LIVE, ONES), r"keep=float.* must be .* of True or False"),
+        (lambda: analysis.regret(MASS, LIVE[:, :, :1], LIVE), r"live=bool.1, 1, 1, 6. must be of shape \(1, 1, 2, 6\)"),
+        (lambda: analysis.regret(MASS, LIVE, LIVE, "heads"), "across='heads' must be one of 'head', 'layer', 'model'"),
+        (lambda: analysis.interval(np.ones(3), float("nan")), r"confidence=nan must be a number"),
+        (lambda: analysis.interval("banana"), "values='banana' must be a ndarray, or a sequence"),
         (lambda: analysis.interval([]), r"values have the shape \(0,\)"),
     ],
 )

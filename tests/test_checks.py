@@ -125,7 +125,7 @@ class Weighted(Policy):
 @pytest.mark.parametrize(
     ("policy", "own", "message"),
     [
-        (methods.snapkv, None, r"policy=snapkv is a function; give what it returns, snapkv\(...\)"),
+        (methods.snapkv, None, r"policy=snapkv must be a Policy.*; give what it makes, snapkv\(...\)"),
         (Weighted(), None, "the policy has learned parameters: give policy_params="),
         (Weighted(), [{"w": np.zeros((2, 3))}] * 2, "has 2 trees for 1 layers"),
         (
@@ -155,8 +155,8 @@ BAD_DOORS = [
     ({"tokens": np.full((2, 8), -3)}, "token id -3 is outside the vocabulary, 0 to 60"),
     ({"tokens": np.zeros((2, 8))}, "tokens must be integers, one row a sequence"),
     ({"tokens": np.zeros((3, 8), int)}, r"of shape \(2, any\)|3 sequences"),
-    ({"state": None}, "state is a NoneType, not a State"),
-    ({"model": {}}, "model is a dict; give the model"),
+    ({"state": None}, "state=None must be a State, such as kvjax.prefill gives"),
+    ({"model": {}}, "model={} must be the model that models.load"),
 ]
 
 

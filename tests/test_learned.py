@@ -154,8 +154,8 @@ def test_a_head_for_other_layers_is_refused():
             lambda: HiddenHeads({"out": np.full((1, 1, 1), np.inf, "f"), "out_bias": np.zeros((1, 1), "f")}),
             "'out' of float32 that are no finite floats",
         ),
-        (lambda: Learned("head.npz"), "give a trained function of features and the layer"),
-        (lambda: Learned(Pick(0), rows=0), "rows=0: at least one row must vote"),
+        (lambda: Learned("head.npz"), "function='head.npz' must be a function"),
+        (lambda: Learned(Pick(0), rows=0), "rows=0 must be a whole number from 1"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -282,12 +282,12 @@ def test_heads_of_the_smallest_gates_stream():
     assert streams(0.0) == [False] * 3
     with pytest.raises(ValueError, match="give one between 0 and 1 for every layer and kv head"):
         methods.duo_attention([[1.5]])
-    with pytest.raises(ValueError, match="streaming=2 is no share of the 1 heads"):
+    with pytest.raises(ValueError, match="streaming=2 must be a number from 0 to 1"):
         methods.duo_attention([[0.5]], streaming=2)
 
 
 def test_rows_of_streaming_heads_read_their_own_token():
-    with pytest.raises(ValueError, match="recent=0: give 0 sinks or more, and 1 recent token"):
+    with pytest.raises(ValueError, match="recent=0 must be a whole number from 1"):
         gated(jnp.ones((1, 1)), jnp.zeros((1, 4), jnp.int32), sinks=2, recent=0)
     with pytest.raises(ValueError, match="weight=-1"):
         penalty(jnp.ones((1, 1)), -1)

@@ -354,7 +354,7 @@ H2O = methods.h2o(8)
         ),
         (lambda: soften(methods.chunkkv(H2O), 1.0), "Chunks is not known to select by passes"),
         (lambda: soften(H2O, 0.0), "temperature=0.0 must be positive"),
-        (lambda: soften(H2O, "cold"), "temperature=cold must be positive"),
+        (lambda: soften(H2O, "cold"), "temperature='cold' must be a number"),
         (
             lambda: soften(methods.streaming_llm(64, sinks=4), 1.0),
             "at positions 'shifted', which count the live tokens",
@@ -364,7 +364,7 @@ H2O = methods.h2o(8)
         (lambda: soften(methods.quest(64), 1.0), "ReadPages does not keep the best of a score"),
         (lambda: chain(soften(H2O, 1.0), methods.tova(4)), "each of which LayerMean counts as a token; relax all"),
         (lambda: chain(methods.tova(4), soften(H2O, 1.0)), "relax all, soften"),
-        (lambda: with_table(chain(H2O, methods.tova(4)), np.ones((2, 2))), "Chain has no budget of its own"),
+        (lambda: with_table(chain(H2O, methods.tova(4)), np.ones((2, 2))), "must be an Evict"),
         (lambda: with_table(H2O, np.ones(2)), r"shares have the shape \(2,\)"),
         (lambda: with_table(H2O, 2 * np.ones((2, 2))), "shares have a mean of 2, not 1"),
         (lambda: relax.annealed(8.0, 0.5, 1.5), "fraction=1.5 of the steps; give a number from 0 to 1"),

@@ -191,17 +191,17 @@ BAD = [
     (lambda s: s().ask("aa"), "has read nothing to ask about; call compress"),
     (lambda s: s().compress(CONTEXT).ask("aa " * 30), "of 30 tokens and an answer of 6 end 35 tokens .* room for 32"),
     (lambda s: s().compress(CONTEXT).ask([]), "must be a text, or a list of at least one"),
-    (lambda s: s().compress(CONTEXT).ask([3]), "question=3: must be a text of at least one character"),
+    (lambda s: s().compress(CONTEXT).ask([3]), "question=.3. must be text, or a sequence"),
     (lambda s: s().compress(CONTEXT).ask(ASKED, keep=True), "several questions are asked; ask one"),
     (lambda s: s().compress(CONTEXT).ask(" "), "question=' ': the tokenizer makes no token of it"),
-    (lambda s: s().compress([CONTEXT, 3]), "context=3 is neither a text nor messages"),
+    (lambda s: s().compress([CONTEXT, 3]), "context=.* must be text, or a sequence"),
     (lambda s: s(sampler=sampling.Sample()).compress(CONTEXT).ask("aa"), "draws tokens, but there is no key"),
     (lambda s: s(stop=""), "stop='': must be strings"),
     (lambda s: s(max_turns=0), "max_turns=0 must be a whole number from 1"),
-    (lambda s: s(policy=1), "policy is a int, not a Policy"),
+    (lambda s: s(policy=1), "policy=.* must be a Policy"),
     (lambda s: s(block=0), "block=0 must be a whole number from 1"),
     (lambda s: s(params=2), "params is <class 'int'>|params is int, not an array of floats"),
-    (lambda s: Session(None, {}, None, max_new_tokens=1), "tokenizer is a NoneType"),
+    (lambda s: Session(None, {}, None, max_new_tokens=1), "model=None must be the model"),
 ]
 
 

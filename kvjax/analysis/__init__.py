@@ -32,3 +32,6 @@ from kvjax.analysis.traces import Voters as Voters
 from kvjax.analysis.traces import VotingRows as VotingRows
 from kvjax.analysis.traces import trace as trace
 from kvjax.drivers.several import Stored as Stored
+from kvjax.pallas_kernels import kinds
+
+kinds.doors(__name__)

@@ -16,9 +16,8 @@ from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, 
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Left, Reading, read, seed_key
-from kvjax.contract import Count, Layout, Policy, resolve
-from kvjax.contract.checks import whole
-from kvjax.drivers.checks import check_is, check_model, check_prompts
+from kvjax.contract import Count, Layout, Policy, Size, resolve
+from kvjax.drivers.checks import check_model, check_prompts
 from kvjax.drivers.decide import check_reads_all, stored_under, under
 from kvjax.drivers.several import Stored, read_whole, stored_as
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -75,7 +74,6 @@ _WITHOUT_LAYERS = ("regret_layers", "kl", "agreement")
 
 def value_bounds(reading: Reading) -> Float[Array, "L B"]:
     """Theorem 2's C of every layer, over all that a row behind the prompt can read."""
-    check_is("reading", reading, Reading, "kvjax.analysis.read")
     each = zip(reading.state.layers, reading.later, strict=True)
     return jnp.stack(
         [
@@ -203,7 +201,7 @@ def curves(
     *,
     lengths: Any = None,
     key: Any = None,
-    seeds: int = 1,
+    seeds: Size = 1,
     oracles: Sequence[Across] = ("model",),
 ) -> Curves:
     """Measures every policy at every budget: each is applied to the same prefill.
@@ -236,9 +234,7 @@ def curves(
       ValueError: what `read`, `make_plan` or a method refuse, and policies that decide which live tokens a row reads.
     """
     check_model(model, params)
-    prompts, seeds = check_prompts(model, tokens, lengths), whole("seeds", seeds, 1, 2**16)
-    if unknown := [x for x in oracles if x not in HINDSIGHT]:
-        raise ValueError(f"oracles has {unknown[0]!r}: give some of {', '.join(map(repr, HINDSIGHT))}")
+    prompts = check_prompts(model, tokens, lengths)
     names = [HINDSIGHT[across] for across in oracles]
     if taken := sorted(set(names) & set(policies)):
         raise ValueError(f"{taken[0]!r} is the name of an oracle; call the policy something else")

@@ -56,8 +56,6 @@ def by_query_head(x: Array, num_query_heads: int) -> Array:
 
 def _norm(x: Array, order: Order) -> Array:
     """Norm of the last axis, whose gradient at zero is zero."""
-    if order not in (1, 2):
-        raise ValueError(f"order={order!r} is no norm of these losses; give 1 or 2")
     if order == 1:
         return jnp.abs(x).sum(-1)
     square = jnp.square(x).sum(-1)
@@ -156,11 +154,8 @@ def layer_loss(
     """
     B, N, R, _ = q.shape
     K, S = k.shape[1:3]
-    keep = _mask(keep, (B, None, None))
     if keep.shape[1] not in (K, N):
         raise ValueError(f"keep has {keep.shape[1]} heads, but there are {K} kv heads and {N} query heads")
-    if keep.shape[2] != S:
-        raise ValueError(f"keep has {keep.shape[2]} tokens, but there are {S} keys; keep the appended ones as well")
     if keep.shape[1] != K:
         k, v = by_query_head(k, N), by_query_head(v, N)
     pad = S - jnp.asarray(check_lengths(lengths, B, S))
@@ -180,10 +175,6 @@ def layer_loss(
         None if out_proj is None else bound(out_proj),
         lost,
     )
-
-
-def _mask(keep: Any, shape: tuple[int | None, ...]) -> Bool[Array, "B heads S"]:
-    return jnp.asarray(as_array("keep", keep, np.bool_, shape, "booleans, True for tokens that stay"))
 
 
 def lost_share(full_lse: Float[Array, "B N R"], kept_lse: Float[Array, "B N R"]) -> Float[Array, "B N R"]:
@@ -255,7 +246,7 @@ def eviction_loss(
       ValueError: a mask that is none.
     """
     N = p.shape[1]
-    keep = by_query_head(_mask(keep, (len(p), v.shape[1], p.shape[2])), N)
+    keep = by_query_head(keep, N)
     kept, lost = (jnp.where(mask, p, 0.0).sum(-1, keepdims=True) for mask in (keep, ~keep))
     moved = jnp.where(keep, -p * (lost / kept), p)  # p - p / kept, without its cancellation
     return _norm(jnp.einsum("bns,bnsh,nhd->bd", moved, by_query_head(v, N), out_proj), order)
@@ -279,7 +270,6 @@ def eviction_bound(
     Raises:
       ValueError: a mask that is none.
     """
-    keep = _mask(keep, (len(p), v.shape[1], p.shape[2]))
     lost = jnp.where(by_query_head(keep, p.shape[1]), 0.0, p).sum(-1)
     return loss_bound(lost[..., None], largest_value(v, out_proj, order=order))[:, 0]
 
@@ -305,7 +295,6 @@ def least_bound(
     """
     B, N, S = p.shape
     K = v.shape[1]
-    budgets = jnp.asarray(as_array("budgets", budgets, np.integer, (B, K), "integers, one a kv head"))
     pos = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None, None], (B, K, S))
     keep = best(jnp.asarray(p).reshape(B, K, N // K, S).sum(2), pos, budgets)
     return eviction_bound(p, v, out_proj, keep, order=order)

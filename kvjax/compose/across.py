@@ -2,16 +2,31 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.budgets import Times, apportion
-from kvjax.contract import MOST, Context, LayerInfo, Layout, Phase, Policy, Sizes, Slots, Stats, unique, value
+from kvjax.contract import (
+    MOST,
+    AtLeastOne,
+    Context,
+    LayerInfo,
+    Layout,
+    Phase,
+    Policy,
+    Size,
+    Sizes,
+    Slots,
+    Stats,
+    unique,
+    value,
+)
 from kvjax.evict import Evict, apply_decision
 from kvjax.observe import by_row, votes
+from kvjax.pallas_kernels.kinds import Range
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.scores.rows import mean_and_variance
 
@@ -53,6 +68,9 @@ class ScoreEntropy:
         return entropy / jnp.log(jnp.maximum(among.sum((1, 2)), 2).astype(jnp.float32))
 
 
+Temperature = Annotated[float, Range(0.2)]  # a smaller one's weights overflow
+
+
 @value
 class Preference:
     """A layer gets the more, the more its last rows' attention is spread and changes from row to row (CAKE).
@@ -64,9 +82,9 @@ class Preference:
       entropy, variance: the temperatures of both factors.
     """
 
-    rows: int = 32
-    entropy: float = 1.6
-    variance: float = 0.6
+    rows: Size = 32
+    entropy: Temperature = 1.6
+    variance: Temperature = 0.6
 
     def observe(self) -> tuple[Any, ...]:
         """The attention of the last rows, row by row."""
@@ -138,7 +156,7 @@ class AcrossLayers(Policy):
 
     policy: Evict
     by: Any
-    max_ratio: float = 2.0
+    max_ratio: AtLeastOne = 2.0
     joint = True
 
     def __post_init__(self):

@@ -33,7 +33,6 @@ from kvjax.contract.told import Rotate as Rotate
 from kvjax.contract.told import Sizes as Sizes
 from kvjax.contract.told import Slots as Slots
 from kvjax.contract.told import Stats as Stats
-from kvjax.contract.values import MOST as MOST
 from kvjax.contract.values import Count as Count
 from kvjax.contract.values import FrozenArrays as FrozenArrays
 from kvjax.contract.values import Prompts as Prompts
@@ -44,3 +43,14 @@ from kvjax.contract.values import count as count
 from kvjax.contract.values import data as data
 from kvjax.contract.values import resolve as resolve
 from kvjax.contract.values import value as value
+from kvjax.pallas_kernels.kinds import MOST as MOST
+from kvjax.pallas_kernels.kinds import Amount as Amount
+from kvjax.pallas_kernels.kinds import AtLeastOne as AtLeastOne
+from kvjax.pallas_kernels.kinds import Cosine as Cosine
+from kvjax.pallas_kernels.kinds import NonNegative as NonNegative
+from kvjax.pallas_kernels.kinds import Number as Number
+from kvjax.pallas_kernels.kinds import Odd as Odd
+from kvjax.pallas_kernels.kinds import Positive as Positive
+from kvjax.pallas_kernels.kinds import Proportion as Proportion
+from kvjax.pallas_kernels.kinds import Size as Size
+from kvjax.pallas_kernels.kinds import doors as doors

@@ -23,7 +23,8 @@ from kvjax.contract.told import (
     Slots,
     Stats,
 )
-from kvjax.contract.values import MOST, Prompts, Tree, Value, resolve
+from kvjax.contract.values import Prompts, Tree, Value, resolve
+from kvjax.pallas_kernels.kinds import MOST
 
 
 class Policy(Value):

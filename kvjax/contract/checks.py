@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.contract.values import MOST
+from kvjax.pallas_kernels.kinds import MOST
 
 _REAL = int | float | np.integer | np.floating
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from kvjax.contract.values import Prompts, value
 from kvjax.pallas_kernels.columns import hash_uniform
+from kvjax.pallas_kernels.kinds import Number
 from kvjax.pallas_kernels.pytree import pytree, static
 
 EMPTY = -1  # the position of a dead slot
@@ -82,7 +83,7 @@ class PerHead:
 
     shape: tuple[int, ...] = ()
     dtype: Any = jnp.float32
-    fill: int | float = 0
+    fill: Number = 0
 
 
 @dataclasses.dataclass(frozen=True)

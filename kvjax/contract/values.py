@@ -5,20 +5,29 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.pallas_kernels.kinds import MOST, Kind, check_fields
 from kvjax.pallas_kernels.pytree import described
 
-MOST = 2**30  # more tokens than any run has; larger counts are cut to it
 Prompts = Int[np.ndarray, "M"]  # a number for every prompt: its length, or a count of tokens
 T = TypeVar("T")
 
+
+def _is_count(n: Any) -> bool:
+    """Whether something is a count; resolve says of numbers what is wrong with them."""
+    return callable(n) or resolve(n, np.ones(1, np.int64)) is not None
+
+
 # An int is a number of tokens, a float a share of the prompt, a function gets (prompts "M", budgets "M") on the host.
-Count = int | float | Callable[[Any, Any], Any]
+Count = Annotated[
+    int | float | Callable[[Any, Any], Any],
+    Kind("a count: a number of tokens (int), a share of the prompt (float from 0 to 1), or a function", _is_count),
+]
 
 
 def count(*, default: Any = dataclasses.MISSING) -> Any:
@@ -66,7 +75,22 @@ def resolve(n: Count, prompt: Prompts, budget: Prompts | None = None) -> Prompts
 
 @dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))
 def value(cls: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass. Programs are shared by equal values."""
+    """Makes a class a frozen dataclass that checks its fields. Programs are shared by equal values.
+
+    Raises:
+      ValueError: a field that is not what its annotation says.
+    """
+    own: Any = vars(cls).get("__post_init__")
+    after = own or getattr(cls, "__post_init__", lambda self: None)
+
+    def __post_init__(self: Any) -> None:
+        if type(self).__post_init__ is __post_init__:  # once, not for each class that it is built on
+            check_fields(self)
+        after(self)
+
+    if own is not None or not hasattr(cls, "__post_init__"):
+        made: Any = cls
+        made.__post_init__ = __post_init__
     return dataclasses.dataclass(frozen=True)(cls)
 
 

@@ -10,12 +10,16 @@ from jaxtyping import Array, Bool, Float
 from kvjax.contract import (
     EMPTY,
     AttentionInputs,
+    Cosine,
     Decision,
     LayerView,
     Observation,
     Phase,
+    Positive,
+    Proportion,
     Rewrite,
     Score,
+    Size,
     Slots,
     value,
 )
@@ -37,7 +41,7 @@ class Reference:
       rows: how many last rows. R counts those of all query heads of a group: G times as many.
     """
 
-    rows: int = 256
+    rows: Size = 256
 
     def __call__(self, inputs: AttentionInputs) -> Answers:
         kv, q, real = inputs.kv, inputs.q[:, :, -self.rows :], inputs.pos[:, -self.rows :] != EMPTY
@@ -96,7 +100,7 @@ class Match(Rewrite):
     rows: Reference = Reference()
     weights: bool = True
     values: bool = True
-    bound: float = 3.0
+    bound: Positive = 3.0
     steps: int = 2
 
     writes = "v", "log_weight"
@@ -143,14 +147,10 @@ class Merge(Rewrite):
       fraction: the share of the evicted tokens, the most similar ones, that is merged.
     """
 
-    threshold: float = 0.0
-    fraction: float = 1.0
+    threshold: Cosine = 0.0
+    fraction: Proportion = 1.0
 
     writes = ("v",)
-
-    def __post_init__(self):
-        if not 0 <= self.fraction <= 1:
-            raise ValueError(f"fraction={self.fraction} is a share of the evicted tokens; give one between 0 and 1")
 
     def __call__(self, decision: Decision, slots: Slots) -> Decision:
         kv, keep = slots.kv, decision.keep

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import LAST, Count, Observation, Phase, Select, Slots, count, resolve
+from kvjax.contract import LAST, Count, NonNegative, Observation, Phase, Proportion, Select, Size, Slots, count, resolve
 from kvjax.observe import segment_sum
 
 
@@ -122,12 +122,8 @@ class TwoStage(Select):
     """
 
     weight: Observation
-    first: float = 0.5
-    eps: float = 1e-4
-
-    def __post_init__(self):
-        if not 0 <= self.first <= 1:
-            raise ValueError(f"first={self.first} is a share of the budget; give a number between 0 and 1")
+    first: Proportion = 0.5
+    eps: NonNegative = 1e-4
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self.weight,)
@@ -159,12 +155,8 @@ class Chunks(Select):
         budget was rounded to whole tokens.
     """
 
-    size: int = 20
-    share: float | None = None
-
-    def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
+    size: Size = 20
+    share: Proportion | None = None
 
     @property
     def slack(self) -> int:
@@ -219,12 +211,8 @@ class PerChunk(Select):
       share: how many tokens of a chunk stay, a count of its length; None for the budget's share of the tokens.
     """
 
-    size: int
+    size: Size
     share: Count | None = None
-
-    def __post_init__(self):
-        if self.size < 1:
-            raise ValueError(f"a chunk has {self.size} tokens; give 1 or more")
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe = slots.kv, slots.protected

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Policy
+from kvjax.contract import Policy, Size
 from kvjax.contract.checks import whole
 from kvjax.drivers.checks import check_logits, check_model, check_prompts, check_request, check_room, check_state
 from kvjax.drivers.loop import NO_TOKEN
@@ -205,7 +205,7 @@ def generate_beams_from(
     state: State,
     *,
     num_beams: int = 4,
-    max_new_tokens: int,
+    max_new_tokens: Size,
     eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
     length_penalty: float = 1.0,
@@ -278,7 +278,7 @@ def generate_beams(
     *,
     policy: Policy = Policy(),
     num_beams: int = 4,
-    max_new_tokens: int,
+    max_new_tokens: Size,
     lengths: Any = None,
     attention_mask: Any = None,
     eos_ids: int | Sequence[int] | None = None,
@@ -343,7 +343,7 @@ def generate_beams(
 def checked_search(
     model: Any,
     num_beams: int,
-    max_new_tokens: int,
+    max_new_tokens: Size,
     eos_ids: int | Sequence[int] | None,
     pad_id: int = 0,
     length_penalty: float = 1.0,
@@ -353,7 +353,6 @@ def checked_search(
 ) -> dict[str, Any]:
     """Checks the options of a search, and returns the static ones of `_search`."""
     eos = tuple(sorted(set(check_request(model, policy, Greedy(), eos_ids, pad_id, None))))
-    whole("max_new_tokens", max_new_tokens)
     vocab = model.config.vocab_size
     whole("num_beams", num_beams, 1, vocab, "search with at least 1 beam, which is greedy generation")
     whole("num_return_sequences", num_return_sequences, 1, num_beams, f"there are num_beams={num_beams}")

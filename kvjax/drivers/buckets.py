@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.contract import Policy
-from kvjax.drivers.checks import check_is, traced
+from kvjax.drivers.checks import traced
 from kvjax.plan import Plan, infos_of, planned
 
 _LEAST = 16
@@ -36,8 +36,6 @@ def plan_request(
     With `buckets`, width and new tokens are rounded up, and there are slots for a prompt of the rounded width. What is
     kept is the same. A policy that cannot work with the rounded sizes gets the exact ones.
     """
-    if plan is not None:
-        check_is("plan", plan, Plan, "kvjax.make_plan")
     make = lambda width, steps, **how: planned(policy, infos_of(config, policy, width, steps), lengths, plan, **how)
     if plan is not None:
         there = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens

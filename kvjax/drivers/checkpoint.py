@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from kvjax.contract import Policy
-from kvjax.drivers.checks import check_is, check_model
+from kvjax.drivers.checks import check_model
 from kvjax.drivers.memory import read_shapes
 from kvjax.drivers.state import State
 from kvjax.plan import infos_of, planned
@@ -49,8 +49,6 @@ def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, po
 
 def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, policy: Policy, notes: Any) -> None:
     """Writes a state and notes, any JSON, to a file (`save_state`)."""
-    check_is("state", state, State, "kvjax.prefill")
-    check_is("policy", policy, Policy, "kvjax.methods")
     check_model(model, params)
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; save what kvjax.prefill returns")
@@ -85,7 +83,6 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
 def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> tuple[State, Any]:
     """Reads the state and the notes that `write_state` wrote."""
     check_model(model, params)
-    check_is("policy", policy, Policy, "kvjax.methods")
     words, arrays = _read(path)
     if words["policy"] != (here := described(policy)):
         raise ValueError(f"{path} was made under {words['policy']}, not under {here}; give the same policy")

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax.contract import MOST, Policy
+from kvjax.contract import MOST
 from kvjax.contract.checks import whole
-from kvjax.drivers.sampling import Sampler
 from kvjax.drivers.state import Prompts, State
 from kvjax.observe import Reread
 from kvjax.plan import Plan
@@ -36,14 +35,6 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
         got = f"{x.dtype} of shape {x.shape}" if x.size else f"nothing (shape {x.shape}), but at least one is needed"
         raise ValueError(f"{name} must be {meaning}, of shape ({wanted}); got {got}")
     return x
-
-
-def check_is(name: str, x: Any, kind: type, made_by: str) -> None:
-    """Refuses a value of another class."""
-    if callable(x) and not isinstance(x, type | kind) and hasattr(x, "__name__"):
-        raise ValueError(f"{name}={x.__name__} is a function; give what it returns, {x.__name__}(...)")
-    if not isinstance(x, kind):
-        raise ValueError(f"{name} is a {type(x).__name__}, not a {kind.__name__}, such as {made_by} gives")
 
 
 def check_model(model: Any, params: PyTree[Any]) -> None:
@@ -126,8 +117,6 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
 
 def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: Any, key: Any) -> tuple[int, ...]:
     """Checks a request for new tokens, and returns its end tokens."""
-    check_is("policy", policy, Policy, "kvjax.methods")
-    check_is("sampler", sampler, Sampler, "kvjax.Sample(...) or kvjax.Greedy()")
     whole("pad_id", pad_id, -(2**31), 2**31 - 1)
     if sampler.draws and key is None:
         raise ValueError(f"{sampler} draws tokens, but there is no key; give key=jax.random.key(a whole number)")
@@ -140,7 +129,6 @@ def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: A
 
 def check_state(model: Any, state: Any) -> None:
     """Refuses all but a state of this model that can decode."""
-    check_is("state", state, State, "kvjax.prefill")
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
     config, infos, policies = model.config, state.plan.infos, state.plan.layers

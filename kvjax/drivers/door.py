@@ -16,7 +16,6 @@ from kvjax.drivers.checks import (
     as_array,
     check_block,
     check_ids,
-    check_is,
     check_model,
     check_room,
     traced,
@@ -59,7 +58,6 @@ def forward(
         Outside of jit, logits or scores that are not numbers.
     """
     check_model(model, params)
-    check_is("state", state, State, "kvjax.start")
     B, L, grow = len(state.length), len(state.layers), not state.ready
     tokens = as_array("tokens", tokens, np.integer, (B, None), "integers, one row a sequence")
     T = tokens.shape[1]

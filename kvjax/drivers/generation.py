@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Policy
-from kvjax.contract.checks import whole
+from kvjax.contract import Policy, Size
 from kvjax.drivers.checks import (
     as_array,
     check_logits,
@@ -58,7 +57,7 @@ def generate(
     tokens: Any,
     *,
     policy: Policy = Policy(),
-    max_new_tokens: int,
+    max_new_tokens: Size,
     lengths: Any = None,
     attention_mask: Any = None,
     sampler: Sampler = Greedy(),
@@ -95,7 +94,7 @@ def generate(
     """
     check_model(model, params)
     ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
-    prompts, steps = check_prompts(model, tokens, lengths, attention_mask), whole("max_new_tokens", max_new_tokens)
+    prompts, steps = check_prompts(model, tokens, lengths, attention_mask), max_new_tokens
     if mesh is not None:
         params = on_mesh(model, params, mesh, len(prompts.tokens))
     how: dict[str, Any] = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh}
@@ -112,7 +111,7 @@ def generate_from(
     logits: Float[Array, "B V"],
     state: State,
     *,
-    max_new_tokens: int,
+    max_new_tokens: Size,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: int = 0,
@@ -135,7 +134,7 @@ def generate_from(
     check_state(model, state)
     check_logits(model, state, logits)
     ends = check_request(model, Policy(), sampler, eos_ids, pad_id, state.keys)
-    check_room(state, whole("max_new_tokens", max_new_tokens) - 1)
+    check_room(state, max_new_tokens - 1)
     seen = seen_of(model, _already_read(model, tokens, state)) if sampler.reads_seen else None
     at = begin(logits, state, seen, sampler=sampler, ends=ends)
     return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.contract import Policy
-from kvjax.contract.checks import whole
+from kvjax.contract import Amount, Policy, Size
 from kvjax.drivers.attend import Attend
-from kvjax.drivers.checks import check_block, check_is
+from kvjax.drivers.checks import check_block
 from kvjax.drivers.replay import after_replay, block_rows, rereads
 from kvjax.drivers.state import AttnStats, State, empty_state, row_keys
 from kvjax.observe import Reread
@@ -98,7 +97,7 @@ def shown(size: int) -> str:
 
 
 def plan_memory(
-    config: Any, policy: Policy, *, batch: int = 1, prompt_len: int, max_new_tokens: int, block: int | None = None
+    config: Any, policy: Policy, *, batch: Size = 1, prompt_len: Size, max_new_tokens: Amount, block: Size | None = None
 ) -> Memory:
     """Bytes that `prefill` and the decode steps behind it take: `print(plan_memory(...))` is a table.
 
@@ -116,8 +115,7 @@ def plan_memory(
     Raises:
       ValueError: no sequence, an empty prompt, sizes or blocks that the policy cannot work with.
     """
-    check_is("policy", policy, Policy, "kvjax.methods")
-    B, T, new = whole("batch", batch), whole("prompt_len", prompt_len), whole("max_new_tokens", max_new_tokens, 0)
+    B, T, new = batch, prompt_len, max_new_tokens
     lengths = np.full(B, T, np.int32)
     (plan, hparams), whole_plan = (planned(p, infos_of(config, p, T, new), lengths) for p in (policy, Policy()))
     state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, check_block(plan, block, T))

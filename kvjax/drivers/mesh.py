@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from kvjax.contract.checks import whole
+from kvjax.contract import Size
 from kvjax.drivers.checks import check_model, traced
 from kvjax.storage.mesh import AXES, DATA, HEADS, sharding
 
 
-def make_mesh(data: int = 1, heads: int = 1) -> Mesh:
+def make_mesh(data: Size = 1, heads: Size = 1) -> Mesh:
     """A mesh of the first `data * heads` of `jax.devices()`; for others, a `jax.sharding.Mesh` with these axes.
 
     Args:
@@ -25,7 +25,7 @@ def make_mesh(data: int = 1, heads: int = 1) -> Mesh:
     Raises:
       ValueError: more devices than there are.
     """
-    shape = (whole("data", data), whole("heads", heads))
+    shape = (data, heads)
     found, wanted = jax.devices(), math.prod(shape)
     if wanted > len(found):
         raise ValueError(

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import MOST, Policy
-from kvjax.contract.checks import whole
-from kvjax.drivers.checks import as_array, check_ids, check_is, check_model, check_positions, traced
+from kvjax.contract import MOST, Policy, Size
+from kvjax.drivers.checks import as_array, check_ids, check_model, check_positions, traced
 from kvjax.drivers.interrupts import uninterrupted
 from kvjax.drivers.loop import Decoding, decoded, log_prob
 from kvjax.drivers.state import Prompts, State
@@ -122,8 +121,8 @@ def read(
     tokens: Iterable[int] | Iterable[Sequence[int]],
     *,
     policy: Policy,
-    prompt_len: int = 256,
-    chunk: int = 256,
+    prompt_len: Size = 256,
+    chunk: Size = 256,
     key: Any = None,
 ) -> Reader:
     """Reads tokens for as long as they come, and yields their losses, chunk by chunk.
@@ -152,10 +151,8 @@ def read(
         than before, when they come.
     """
     check_model(model, params)
-    check_is("policy", policy, Policy, "kvjax.methods")
-    width, chunk = whole("prompt_len", prompt_len, 1, HORIZON), whole("chunk", chunk, 1, HORIZON)
     if isinstance(tokens, str) or not isinstance(tokens, Iterable) or getattr(tokens, "ndim", 1) == 0:
         raise ValueError(f"tokens is a {type(tokens).__name__}, not token ids that come one after the other; encode it")
     if traced(*jax.tree.leaves((params, key))):
         raise ValueError("a reader reads chunk by chunk outside of jit, but an argument is traced; use kvjax.feed")
-    return Reader(model, params, tokens, policy, width, chunk, key)
+    return Reader(model, params, tokens, policy, prompt_len, chunk, key)

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax.contract import Policy
-from kvjax.contract.checks import whole
+from kvjax.contract import Policy, Size
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checkpoint import described, read_state, write_state
 from kvjax.drivers.checks import check_model, check_prompts, check_request
@@ -79,14 +78,14 @@ class Session:
         tokenizer: Any,
         *,
         policy: Policy = Policy(),
-        max_new_tokens: int,
-        max_question_tokens: int = 128,
-        max_turns: int = 1,
+        max_new_tokens: Size,
+        max_question_tokens: Size = 128,
+        max_turns: Size = 1,
         sampler: Sampler = Greedy(),
         eos_ids: int | Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         key: Any = None,
-        block: int | None = None,
+        block: Size | None = None,
         policy_params: Any = None,
         buckets: bool = True,
     ):
@@ -96,12 +95,12 @@ class Session:
         self._policy, self._policy_params = policy, policy_params
         self._key = None if key is None else checked_key(key)
         self._options: dict[str, Any] = {  # those that `save` writes
-            "max_new_tokens": whole("max_new_tokens", max_new_tokens),
-            "max_question_tokens": whole("max_question_tokens", max_question_tokens),
-            "max_turns": whole("max_turns", max_turns),
+            "max_new_tokens": max_new_tokens,
+            "max_question_tokens": max_question_tokens,
+            "max_turns": max_turns,
             "eos_ids": check_request(model, policy, sampler, eos_ids, 0, "not needed yet"),
             "stop": stop_strings(stop),
-            "block": None if block is None else whole("block", block),
+            "block": block,
             "buckets": buckets,
         }
         self._planned = self._options["max_turns"] * (

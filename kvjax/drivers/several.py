@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Layout, Observation, Phase, Policy
-from kvjax.contract.checks import whole
-from kvjax.drivers.checks import check_block, check_is, check_model, check_positions, check_prompts, traced
+from kvjax.contract import Amount, Layout, Observation, Phase, Policy
+from kvjax.drivers.checks import check_block, check_model, check_positions, check_prompts, traced
 from kvjax.drivers.decide import HidesTokens
 from kvjax.drivers.door import forward
 from kvjax.drivers.state import AttnStats, Prompts, State
@@ -59,7 +58,7 @@ def read_whole(
     model: Any,
     params: PyTree[Any],
     prompts: Prompts,
-    max_new_tokens: int,
+    max_new_tokens: Amount,
     *,
     policies: Sequence[Policy],
     stored: Stored,
@@ -89,7 +88,7 @@ def prefill_each(
     tokens: Any,
     policies: Mapping[str, Policy],
     *,
-    max_new_tokens: int,
+    max_new_tokens: Amount,
     lengths: Any = None,
     attention_mask: Any = None,
     key: Any = None,
@@ -114,13 +113,11 @@ def prefill_each(
     Raises:
       ValueError: no policies, one with learned parameters, and what `prefill` refuses; before anything runs.
     """
-    if not isinstance(policies, Mapping) or not policies:
-        raise ValueError(f"policies={policies!r:.80}: give policies by name, such as {{'h2o': kvjax.methods.h2o(64)}}")
-    for policy in policies.values():
-        check_is("policy", policy, Policy, "kvjax.methods")
+    if not policies:
+        raise ValueError("policies={}: give policies by name, such as {'h2o': kvjax.methods.h2o(64)}")
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    steps, L, T = whole("max_new_tokens", max_new_tokens, 0), model.config.num_layers, prompts.tokens.shape[1]
+    steps, L, T = max_new_tokens, model.config.num_layers, prompts.tokens.shape[1]
     groups: dict[tuple[Layout, ...], list[str]] = {}
     for name, policy in policies.items():
         try:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.contract import Context, LayerInfo, Policy, Stats, compiled
+from kvjax.contract import Amount, Context, LayerInfo, Policy, Size, Stats, compiled
 from kvjax.contract.checks import whole
 from kvjax.drivers.attend import Attend
-from kvjax.drivers.checks import as_array, check_is, check_lengths
+from kvjax.drivers.checks import as_array, check_lengths
 from kvjax.drivers.state import check_params, row_keys
 from kvjax.evict import check_kept
 from kvjax.observe import Reread
@@ -27,8 +27,8 @@ def evict_layer(
     out_proj: Float[Array, "N H D"] | None = None,
     hidden: Float[Array, "B T D"] | None = None,
     tokens: Any = None,
-    layer: int = 0,
-    num_layers: int = 1,
+    layer: Amount = 0,
+    num_layers: Size = 1,
     key: Any = None,
     policy_params: Any = (),
 ) -> Layer:
@@ -50,8 +50,7 @@ def evict_layer(
         score that is no number for any token that competes, of a head of which some go; a selection that keeps more
         than its budget; a rewrite that gives what is not a number.
     """
-    check_is("policy", policy, Policy, "kvjax.methods")
-    whole("num_layers", num_layers), whole("layer", layer, 0, num_layers - 1)
+    whole("layer", layer, 0, num_layers - 1)
     axes = "floats with axes (batch, heads, tokens, head_dim)"
     q, k, v = (
         jnp.asarray(as_array(n, x, np.floating, (None,) * 4, axes)) for n, x in zip("qkv", (q, k, v), strict=True)

@@ -17,15 +17,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Policy
-from kvjax.contract.checks import whole
+from kvjax.contract import Amount, Policy, Size
 from kvjax.drivers.attend import step
 from kvjax.drivers.buckets import plan_request
 from kvjax.drivers.checks import (
     as_array,
     check_block,
     check_ids,
-    check_is,
     check_model,
     check_positions,
     check_prompts,
@@ -45,8 +43,8 @@ def start(
     *,
     policy: Policy,
     lengths: Any,
-    max_new_tokens: int,
-    width: int | None = None,
+    max_new_tokens: Amount,
+    width: Size | None = None,
     key: Any = None,
     plan: Plan | None = None,
     policy_params: Any = None,
@@ -69,18 +67,17 @@ def start(
       ValueError: sizes that the policy or the plan cannot work with, learned parameters that are missing, a text beyond
         positions that the model has learned, a mesh that does not divide the prompts or the heads.
     """
-    check_is("policy", policy, Policy, "kvjax.methods")
     lengths = as_array("lengths", lengths, np.integer, (None,), "integers, one a prompt")
     if width is None and traced(lengths):
         raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
-    width, steps = int(np.max(lengths)) if width is None else width, whole("max_new_tokens", max_new_tokens, 0)
+    width = int(np.max(lengths)) if width is None else width
     if mesh is not None:
         check_mesh(mesh, model.config, len(lengths))
-    plan, hparams = plan_request(model.config, policy, lengths, width, steps, plan=plan)
+    plan, hparams = plan_request(model.config, policy, lengths, width, max_new_tokens, plan=plan)
     if not traced(lengths):
-        check_positions(model.config, plan, lengths, steps)
+        check_positions(model.config, plan, lengths, max_new_tokens)
     how = {"keys": row_keys(key, len(lengths)), "policy_params": policy_params}
-    state = empty_state(model.config, policy, plan, hparams, lengths, steps, **how)
+    state = empty_state(model.config, policy, plan, hparams, lengths, max_new_tokens, **how)
     return state if mesh is None else placed(state, mesh)
 
 
@@ -90,11 +87,11 @@ def prefill(
     tokens: Any,
     *,
     policy: Policy = Policy(),
-    max_new_tokens: int,
+    max_new_tokens: Amount,
     lengths: Any = None,
     attention_mask: Any = None,
     key: Any = None,
-    block: int | None = None,
+    block: Size | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
     mesh: Mesh | None = None,
@@ -129,14 +126,12 @@ def prefill(
         (H2O's stepwise mask), a mesh that does not divide rows or heads; always before anything runs. After it, logits
         or scores that are not numbers.
     """
-    check_is("policy", policy, Policy, "kvjax.methods")
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    steps = whole("max_new_tokens", max_new_tokens, 0)
     if mesh is not None:
         params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh, "progress": progress}
-    return read_prompts(model, params, prompts, policy, steps, **how)
+    return read_prompts(model, params, prompts, policy, max_new_tokens, **how)
 
 
 def read_prompts(
@@ -144,10 +139,10 @@ def read_prompts(
     params: PyTree[Any],
     prompts: Prompts,
     policy: Policy,
-    max_new_tokens: int,
+    max_new_tokens: Amount,
     *,
     key: Any = None,
-    block: int | None = None,
+    block: Size | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
     mesh: Mesh | None = None,

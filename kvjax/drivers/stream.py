@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from kvjax.contract import MOST, Policy
-from kvjax.contract.checks import whole
+from kvjax.contract import MOST, Policy, Size
 from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_request, traced
 from kvjax.drivers.generation import seen_of
 from kvjax.drivers.interrupts import uninterrupted
@@ -58,7 +57,7 @@ class Stream(Iterator[Any]):
         params: PyTree[Any],
         at: Decoding,
         *,
-        max_new_tokens: int | None,
+        max_new_tokens: Size | None,
         pieces: list[TextPieces] | None,
         ends: tuple[int, ...],
         asked: Any = None,
@@ -169,7 +168,7 @@ def stream(
     prompt: str | Sequence[Mapping[str, Any]] | Array | np.ndarray | Sequence[Sequence[int]],
     *,
     policy: Policy = Policy(),
-    max_new_tokens: int | None,
+    max_new_tokens: Size | None,
     lengths: Any = None,
     attention_mask: Any = None,
     sampler: Sampler = Greedy(),
@@ -223,7 +222,7 @@ def stream(
     if max_new_tokens is None:
         steps, plan = HORIZON, endless_plan(model.config, policy, prompts)
     else:
-        steps = whole("max_new_tokens", max_new_tokens)
+        steps = max_new_tokens
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
     how["warns"] = max_new_tokens is not None
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from kvjax.observe import Reread
+from kvjax.pallas_kernels import kinds
 
 _REPEAT = "\n\nRepeat the previous context exactly."  # the released code's instructions (KVzip, arXiv 2505.23416)
 _REPEAT_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -167,3 +168,6 @@ class TextPieces:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) if ids else ""
+
+
+kinds.doors(__name__)

@@ -20,11 +20,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import Adaptive, Pyramid, Share
-from kvjax.contract import Value
+from kvjax.contract import Positive, Proportion, Value
 from kvjax.decide.select import ThenRandom
 from kvjax.evict import Evict
 from kvjax.learning.relax import with_table
 from kvjax.learning.soft import Pass, filled, mass_rank, simplex, soft_passes, soft_top_k
+from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.scores.attention import Accumulated
 from kvjax.scores.softmax import EntropyScaled
@@ -127,13 +128,7 @@ class Simplex(Family):
     """
 
     over: Literal["heads", "layers", "both"] = "both"
-    floor: float = 0.0
-
-    def __post_init__(self):
-        if self.over not in ("heads", "layers", "both"):
-            raise ValueError(f"over={self.over!r} does not exist; give 'heads', 'layers' or 'both'")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor} is no share of the average; give a number from 0 to 1, uniform")
+    floor: Proportion = 0.0
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, "..."]:
         return jnp.zeros((num_layers,) if self.over == "layers" else (num_layers, num_kv_heads), float)
@@ -291,11 +286,7 @@ class NaclShares(Family):
       start: first shares (protected, best, drawn), positive; only their ratios matter.
     """
 
-    start: tuple[float, float, float] = (1.0, 4.0, 5.0)
-
-    def __post_init__(self):
-        if len(self.start) != 3 or not 0 < min(self.start) <= max(self.start) < math.inf:
-            raise ValueError(f"start={self.start}: give three positive shares")
+    start: tuple[Positive, Positive, Positive] = (1.0, 4.0, 5.0)
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, "3"]:
         return jnp.log(jnp.asarray(self.start, float))
@@ -340,12 +331,8 @@ class EntropyK(Family):
       unit: what one token of temperature is in standard deviations of a head's scores, inverse.
     """
 
-    start: float = 64.0
-    unit: float = 32.0
-
-    def __post_init__(self):
-        if not (0 < self.start < math.inf and 0 < self.unit < math.inf):
-            raise ValueError(f"start={self.start} and unit={self.unit}: give two positive numbers")
+    start: Positive = 64.0
+    unit: Positive = 32.0
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, ""]:
         return jnp.asarray(math.log(self.start), float)
@@ -378,3 +365,6 @@ class EntropyK(Family):
 
     def describe(self, params: Params) -> dict[str, Any]:
         return {"k": float(jnp.exp(params))}
+
+
+kinds.doors(__name__)

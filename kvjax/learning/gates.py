@@ -19,13 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.contract import Amount, NonNegative, Size
+from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.columns import accumulator
 
 # What models call in every layer, as `Attend` of the drivers.
 Attention: TypeAlias = Callable[..., tuple[Array, Any, Any]]
 
 
-def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: int, recent: int) -> Attention:
+def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, recent: Size) -> Attention:
     """Causal attention among T tokens without a cache, mixed with streaming attention by the gates of kv heads.
 
     Differentiable. It makes all logits of a layer at once, and so is for texts of some thousand tokens.
@@ -39,8 +41,6 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: int, rec
     Raises:
       ValueError: a negative number of tokens, or a row that would not read its own token.
     """
-    if sinks < 0 or recent < 1:
-        raise ValueError(f"sinks={sinks} and recent={recent}: give 0 sinks or more, and 1 recent token, a row's own")
 
     def attend(
         cache: Any,
@@ -88,8 +88,8 @@ def distance(
     pos: Int[Array, "B T"],
     counts: Bool[Array, "B T"],
     *,
-    sinks: int,
-    recent: int,
+    sinks: Amount,
+    recent: Size,
 ) -> Float[Array, ""]:
     """How far gates move the last hidden states of tokens that count: the mean square of a channel's difference.
 
@@ -108,7 +108,7 @@ def distance(
     return jnp.where(counts, each, 0.0).sum() / jnp.maximum(counts.sum(), 1).astype(each.dtype)
 
 
-def penalty(gates: Float[Array, "L K"], weight: float = 0.05) -> Float[Array, ""]:
+def penalty(gates: Float[Array, "L K"], weight: NonNegative = 0.05) -> Float[Array, ""]:
     """The loss that keeps gates small: `weight` times their L1 norm, a mean over heads, so that depth does not matter.
 
     The paper (Eq. 4) writes a sum over heads beside a distance that is a sum over tokens.
@@ -116,6 +116,7 @@ def penalty(gates: Float[Array, "L K"], weight: float = 0.05) -> Float[Array, ""
     Raises:
       ValueError: a negative weight.
     """
-    if weight < 0:
-        raise ValueError(f"weight={weight} would make gates large; give 0 or more")
     return weight * jnp.abs(gates).mean()
+
+
+kinds.doors(__name__)

@@ -18,13 +18,25 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import Context, LayerInfo, LayerView, Observation, PerSlot, Phase, Policy, Stats
-from kvjax.contract.checks import whole
+from kvjax.contract import (
+    Amount,
+    Context,
+    LayerInfo,
+    LayerView,
+    Observation,
+    PerSlot,
+    Phase,
+    Policy,
+    Positive,
+    Size,
+    Stats,
+)
 from kvjax.drivers.checks import as_array, check_model, check_prompts
 from kvjax.drivers.replay import Reread
 from kvjax.drivers.steps import read_prompts
 from kvjax.learning.probes import observed
 from kvjax.observe import HiddenStates
+from kvjax.pallas_kernels import kinds
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, apply_heads
 
 _LEAST = 1e-8  # the least score, as the logarithm of a smaller one would not end
@@ -50,7 +62,7 @@ class Remember(Policy):
 
 
 def examples(
-    model: Any, params: PyTree[Any], tokens: Any, *, replay: Reread, lengths: Any = None, sinks: int = 4
+    model: Any, params: PyTree[Any], tokens: Any, *, replay: Reread, lengths: Any = None, sinks: Amount = 4
 ) -> tuple[Float[np.ndarray, "L M D"], Float[np.ndarray, "L M K"]]:
     """Hidden states of all tokens of some texts in every layer, and the logarithms of their scores in a replay.
 
@@ -70,7 +82,7 @@ def examples(
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths)
     place = np.arange(prompts.tokens.shape[1])[None] - (prompts.tokens.shape[1] - prompts.lengths[:, None])
-    first = max(whole("sinks", sinks, 0), getattr(replay, "prefix", 0))
+    first = max(sinks, getattr(replay, "prefix", 0))
     counts = place >= first
     if not counts.any():
         raise ValueError(
@@ -91,10 +103,10 @@ def fit(
     hidden: Float[np.ndarray, "L M D"],
     wanted: Float[np.ndarray, "L M K"],
     *,
-    units: int | None = None,
-    steps: int = 1000,
-    batch: int = 256,
-    rate: float = 1e-3,
+    units: Size | None = None,
+    steps: Size = 1000,
+    batch: Size = 256,
+    rate: Positive = 1e-3,
     key: Array | None = None,
 ) -> tuple[HiddenHeads, Float[np.ndarray, "steps"]]:
     """Fits a function of hidden states by the mean square error of the logarithms, with Adam under a cosine schedule.
@@ -117,11 +129,8 @@ def fit(
     """
     hidden = as_array("hidden", hidden, np.floating, (None, None, None), "floats, hidden states of every layer")
     wanted = as_array("wanted", wanted, np.floating, (*hidden.shape[:2], None), "floats, a score a kv head")
-    units = None if units is None else whole("units", units)
-    if not 0 < rate < float("inf"):
-        raise ValueError(f"rate={rate} is no learning rate; give a positive number, such as 1e-3")
     x, y = jnp.asarray(hidden, jnp.float32), jnp.asarray(wanted, jnp.float32)
-    how = {"units": units, "steps": whole("steps", steps), "batch": whole("batch", batch), "rate": rate}
+    how = {"units": units, "steps": steps, "batch": batch, "rate": rate}
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         weights, losses = _fitted(x, y, jax.random.key(0) if key is None else key, **how)
     return HiddenHeads(FrozenArrays(jax.tree.map(np.asarray, weights))), np.asarray(losses)
@@ -153,3 +162,6 @@ def _fitted(
 
     (weights, _), losses = lax.scan(step, (weights, optimiser.init(weights)), jax.random.split(draws, steps))
     return weights, losses
+
+
+kinds.doors(__name__)

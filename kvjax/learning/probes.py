@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import EMPTY, AttentionInputs, Observation, Phase, Policy, value
-from kvjax.contract.checks import whole
+from kvjax.contract import EMPTY, Amount, AttentionInputs, Observation, Phase, Policy, value
 from kvjax.drivers.checks import as_array, check_model, check_prompts
 from kvjax.drivers.door import forward
 from kvjax.drivers.state import Prompts
 from kvjax.drivers.steps import start
 from kvjax.observe import votes
+from kvjax.pallas_kernels import kinds
 
 
 @value
@@ -96,7 +96,7 @@ def fit_filters(
 
 
 def fit_queries(
-    model: Any, params: PyTree[Any], tokens: Any, *, lengths: Any = None, sinks: int = 4
+    model: Any, params: PyTree[Any], tokens: Any, *, lengths: Any = None, sinks: Amount = 4
 ) -> dict[str, np.ndarray]:
     """The mean and the covariance of a model's queries before rotation (ExpectedAttentionStatsPress of kvpress).
 
@@ -114,7 +114,6 @@ def fit_queries(
     Raises:
       ValueError: tokens outside the vocabulary, lengths outside 1 to T, or no text behind the sinks.
     """
-    whole("sinks", sinks, 0)
     longest = int(np.max(check_prompts(model, tokens, lengths).lengths))
     if longest <= sinks:
         raise ValueError(f"texts of up to {longest} tokens have none behind the first {sinks}; give longer ones")
@@ -190,3 +189,6 @@ def _looked_at(p: Float[Array, "B N R S"], wanted: Array, answers: Array, *, row
     among = jnp.arange(most, dtype=jnp.int32)[None, None, None] < number[:, None, None, None]
     share = jnp.where(hit & among, best, 0.0).sum(-1) / number[:, None, None].astype(jnp.float32)
     return jnp.where(asked[:, None], share, 0.0).sum((0, 2))
+
+
+kinds.doors(__name__)

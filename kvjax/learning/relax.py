@@ -32,6 +32,7 @@ from kvjax.decide.select import ThenRandom, TopK, TwoStage
 from kvjax.drivers.state import State
 from kvjax.evict import Evict
 from kvjax.learning.soft import Pass, check_temperature, soft_passes
+from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.pytree import pytree
 
 
@@ -240,11 +241,6 @@ def with_table(policy: Evict, shares: Float[np.ndarray, "L K"] | Any) -> Evict:
       ValueError: shares that are no table of layers and heads, that are negative or whose mean is not 1, or a policy
         whose budget they cannot divide, such as the full cache or a chain.
     """
-    if not isinstance(policy, Evict):
-        raise ValueError(
-            f"{type(policy).__name__} has no budget of its own to divide; give a table to an Evict, or to each member "
-            "of a composition"
-        )
     try:
         shares = np.asarray(shares, np.float64)
     except (TypeError, ValueError):
@@ -270,3 +266,6 @@ def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> An
     if not isinstance(fraction, jax.core.Tracer) and not np.all((fraction >= 0) & (fraction <= 1)):
         raise ValueError(f"fraction={fraction} of the steps; give a number from 0 to 1")
     return start * (end / start) ** fraction
+
+
+kinds.doors(__name__)

@@ -1,6 +1,6 @@
 """A top-k with a temperature: gates in [0, 1] whose sum is the budget exactly, with exact gradients."""
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.evict import LARGE
+from kvjax.pallas_kernels import kinds
 
 _FAR = 1e4  # deviations from the mean: a gate is open or closed there at any temperature of use
 
 
 def soft_top_k(
     score: Float[Array, "*batch S"],
-    budget: float | Float[Array, "*batch"],
+    budget: Annotated[float, kinds.Kind("a number", kinds.real)] | Float[Array, "*batch"],
     *,
     temperature: float | Float[Array, "..."],
     weight: Float[Array, "*batch S"] | None = None,
@@ -227,3 +228,6 @@ def filled(shares: Float[Array, "*batch M"], cap: Float[Array, "*batch M"]) -> F
         return shares + surplus * weight / jnp.where(mass > 0, mass, 1.0)
 
     return jnp.minimum(lax.fori_loop(0, shares.shape[-1], spread, shares), cap)
+
+
+kinds.doors(__name__)

@@ -46,3 +46,6 @@ from kvjax.methods.votes import merging as merging
 from kvjax.methods.votes import pyramidkv as pyramidkv
 from kvjax.methods.votes import simlayerkv as simlayerkv
 from kvjax.methods.votes import snapkv as snapkv
+from kvjax.pallas_kernels import kinds
+
+kinds.doors(__name__)

@@ -1,7 +1,7 @@
 """Methods that accumulate attention, of prompt and generated text alike."""
 
 from kvjax.budgets import STEP, Combined, Of, Schedule, Share
-from kvjax.contract import Count
+from kvjax.contract import Cosine, Count, Odd, Proportion, Size
 from kvjax.evict import Evict
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated, History, LastRows, Mean, SparedByDeviation, ValuePrior, Votes
@@ -97,7 +97,7 @@ def keyformer(budget: Count, *, recent: Count = Share(0.3), tau: tuple[float, fl
     return Evict(Accumulated(Rows(softmax=Noisy(tau))), budget, 0, recent, when=STEP)
 
 
-def ahakv(budget: Count, *, recent: Count = 32, kernel: int = 7) -> Evict:
+def ahakv(budget: Count, *, recent: Count = 32, kernel: Odd = 7) -> Evict:
     r"""Keeps what recent rows attend to by a softmax of constant entropy, weighted by values (AhaKV, arXiv 2506.03762).
 
     $\hat F_j = \bar\gamma_j \sum_i \mathrm{SG}(QK^\top)_{ij}$ over the prompt's last `recent` rows. SG multiplies raw
@@ -114,7 +114,7 @@ def ahakv(budget: Count, *, recent: Count = 32, kernel: int = 7) -> Evict:
     return Evict(score, budget, 0, recent, when=STEP)
 
 
-def scissorhands(budget: Count, *, history: int = 400, recent: Count = 10, drop: Count = Share(0.5)) -> Evict:
+def scissorhands(budget: Count, *, history: Size = 400, recent: Count = 10, drop: Count = Share(0.5)) -> Evict:
     r"""Evicts many tokens at once: those that few of the last rows gave more than average (arXiv 2305.17118).
 
     $S_j$ is the number of the last `history` rows $i$ with $p_{ij} > 1 / |\mathrm{visible}(i)|$ (Liu et al., Algorithm
@@ -132,11 +132,11 @@ def scissorhands(budget: Count, *, history: int = 400, recent: Count = 10, drop:
 def r_kv(
     budget: Count,
     *,
-    importance: float = 0.1,
-    window: int = 8,
-    kernel: int = 7,
-    threshold: float = 0.5,
-    buffer: int = 128,
+    importance: Proportion = 0.1,
+    window: Size = 8,
+    kernel: Odd = 7,
+    threshold: Cosine = 0.5,
+    buffer: Size = 128,
 ) -> Evict:
     r"""Keeps what the last rows attend to, and of what repeats itself the newest (R-KV, Cai et al., arXiv 2505.24133).
 
@@ -151,7 +151,5 @@ def r_kv(
       threshold: keys resemble each other where their cosine is above it.
       buffer: tokens by which a cache grows.
     """
-    if not 0 <= importance <= 1:
-        raise ValueError(f"importance={importance} is no weight; give a number from 0 to 1")
     parts = Pooled(LastRows(window), "max", kernel), Redundancy(threshold)
     return Evict(Blend(parts, (importance, importance - 1.0)), budget, 0, window, when=Schedule(over=buffer))

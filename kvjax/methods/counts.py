@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets import Adaptive, bare, whole, won
-from kvjax.contract import Count, Heads, LayerInfo, Prompts, Slots, Tree, resolve, value
+from kvjax.contract import AtLeastOne, Count, Heads, LayerInfo, Prompts, Proportion, Size, Slots, Tree, resolve, value
 from kvjax.decide.select import best
 
 
@@ -20,7 +20,7 @@ class Truncated:
       of: of which count; None for the prompt.
     """
 
-    share: float
+    share: Proportion
     of: Count | None = None
 
     def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
@@ -41,7 +41,7 @@ class BlockBudget:
     """
 
     budget: Count
-    stride: int
+    stride: Size
 
     def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
         """Tokens "M" for prompts "M"."""
@@ -83,7 +83,7 @@ class FloorPyramid:
       uniform: all layers get `b` where the prompt is shorter than `2 b` (KVCache-Factory; AdaKV lacks this, D-42).
     """
 
-    beta: float = 20.0
+    beta: AtLeastOne = 20.0
     uniform: bool = True
 
     def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
@@ -109,8 +109,8 @@ class InclusivePyramid:
       share: the budget as a share of the prompt, whose fraction counts; None for one in tokens.
     """
 
-    beta: float = 20.0
-    share: float | None = None
+    beta: AtLeastOne = 20.0
+    share: Proportion | None = None
 
     def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         """Tokens of every layer, the window not counted."""
@@ -176,7 +176,7 @@ class FloorThenGlobal(Heads):
       alpha: the share of a head's budget that is safe, protected tokens included; one token at least, unless it is 0.
     """
 
-    alpha: float = 0.2
+    alpha: Proportion = 0.2
 
     def _safe(self, budget: Prompts) -> Prompts:
         return np.maximum(np.floor(budget * self.alpha).astype(np.int64), int(self.alpha > 0))

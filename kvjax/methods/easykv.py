@@ -5,12 +5,13 @@ from typing import Literal
 
 from kvjax.budgets import STEP, Combined, Schedule
 from kvjax.compose import chain
-from kvjax.contract import Count, Policy, Score, value
+from kvjax.contract import Amount, Count, Policy, Proportion, Score, Size, value
 from kvjax.decide.select import TopK
 from kvjax.evict import Evict
 from kvjax.methods.counts import BlockBudget, Truncated, WholeIfShort
 from kvjax.methods.parts import RandomRun
 from kvjax.observe import Rows
+from kvjax.pallas_kernels import kinds
 from kvjax.scores.attention import Accumulated, Mean, Recency, SparedByDeviation, Uniform, Votes
 from kvjax.scores.blends import LayerMean
 
@@ -37,7 +38,7 @@ class BlockSizes:
     dense_prefix: int
 
 
-def block_sizes(length: int, budget: int | float, stride: int, mode: Literal["encoding", "ppl"]) -> BlockSizes:
+def block_sizes(length: int, budget: int | float, stride: Size, mode: Literal["encoding", "ppl"]) -> BlockSizes:
     """The sizes of a prompt that is read in blocks.
 
     Args:
@@ -62,7 +63,7 @@ def block_sizes(length: int, budget: int | float, stride: int, mode: Literal["en
     return BlockSizes(nominal, padded, final, dense)
 
 
-def _score(importance: Importance, first: int, scope: Count) -> Score:
+def _score(importance: Importance, first: Amount, scope: Count) -> Score:
     if importance == "roco":
         return SparedByDeviation(first=first, size=scope)
     scores: dict[str, Score] = {
@@ -88,10 +89,10 @@ def easykv_encoding(
     importance: Importance,
     budget: int | float,
     *,
-    stride: int = 1,
+    stride: Size = 1,
     exact: bool = True,
-    recent_ratio: float = 0.1,
-    prefix: int = 0,
+    recent_ratio: Proportion = 0.1,
+    prefix: Amount = 0,
 ) -> Evict:
     """Evicts while a prompt is read in blocks (`block=stride`), and never afterwards. 4 sinks stay.
 
@@ -135,10 +136,10 @@ def easykv_encoding_decoding(
     importance: Importance,
     budget: int | float,
     *,
-    stride: int = 1,
+    stride: Size = 1,
     exact: bool = True,
-    recent_ratio: float = 0.1,
-    prefix: int = 0,
+    recent_ratio: Proportion = 0.1,
+    prefix: Amount = 0,
 ) -> Policy:
     """Evicts while a prompt is read in blocks, 4 sinks staying, then at every step, none staying (D-48).
 
@@ -159,7 +160,7 @@ def easykv_encoding_decoding(
     return chain(first, then)
 
 
-def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: int = 1) -> Policy:
+def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: Size = 1) -> Policy:
     """Evicts as `easykv_decoding` if the budget exceeds the prompt, else as `easykv_encoding_decoding` (mode "auto").
 
     Args:
@@ -171,3 +172,6 @@ def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: i
     if budget > prompt_length:
         return easykv_decoding(importance, budget - prompt_length)
     return easykv_encoding_decoding(importance, budget, stride=stride)
+
+
+kinds.doors(__name__)

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 
 from kvjax.compose import partition_heads
-from kvjax.contract import Layout, Policy
+from kvjax.contract import Amount, Layout, Policy, Proportion
 from kvjax.methods.position import full, streaming_llm
 
 
 def duo_attention(
     gates: Any,
     *,
-    streaming: float = 0.5,
-    sinks: int = 64,
-    recent: int = 256,
+    streaming: Proportion = 0.5,
+    sinks: Amount = 64,
+    recent: Amount = 256,
 ) -> Policy:
     """Keeps everything in heads that retrieve, and the first and last tokens in the others (arXiv 2410.10819).
 
@@ -32,8 +32,6 @@ def duo_attention(
             f"gates are of shape {gates.shape}, from {gates.min(initial=1)} to {gates.max(initial=0)}; give one "
             "between 0 and 1 for every layer and kv head"
         )
-    if not 0 <= streaming <= 1:
-        raise ValueError(f"streaming={streaming} is no share of the {gates.size} heads; give a number from 0 to 1")
     streams = np.zeros(gates.size, bool)
     streams[np.argsort(gates, axis=None, kind="stable")[: int(streaming * gates.size + 1e-9)]] = True
     few = dataclasses.replace(streaming_llm(sinks + recent, sinks=sinks), layout=Layout())

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import STEP
 from kvjax.contract import (
+    Amount,
     AttentionInputs,
     Context,
     Count,
@@ -17,7 +18,9 @@ from kvjax.contract import (
     Phase,
     Policy,
     Prompts,
+    Proportion,
     Reads,
+    Size,
     Sizes,
     Stats,
     count,
@@ -41,7 +44,7 @@ class EveryOther:
         return kv.live & (((ctx.length - 1)[:, None, None] - kv.pos) % self.step == 0)
 
 
-def dilated_window(budget: Count, *, dilation: int = 1) -> Evict:
+def dilated_window(budget: Count, *, dilation: Amount = 1) -> Evict:
     """Reads the newest token and those at distances D + 1, 2 (D + 1), ... (Keyformer, arXiv 2403.09054, figure 2c).
 
     All tokens of a plain window stay, as every row reads others than the one before it.
@@ -50,8 +53,6 @@ def dilated_window(budget: Count, *, dilation: int = 1) -> Evict:
       budget: live tokens a kv head and layer.
       dilation: D; 0 is a plain window.
     """
-    if dilation < 0:
-        raise ValueError(f"dilation={dilation} is negative; give 0 for a plain window, or more")
     return Evict(Recency(), budget, when=STEP, mask=EveryOther(dilation + 1))
 
 
@@ -63,8 +64,8 @@ class DropChannels(Policy):
       rows: the prompt's last rows whose queries count.
     """
 
-    share: float
-    rows: int = 32
+    share: Proportion
+    rows: Size = 32
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
@@ -85,7 +86,7 @@ class DropChannels(Policy):
         return kv if ctx.phase == "decode" else kv.replace(channels=self.channels(kv, stats))
 
 
-def think(channels: float = 0.5, *, rows: int = 32) -> DropChannels:
+def think(channels: float = 0.5, *, rows: Size = 32) -> DropChannels:
     r"""Drops the key channels that matter least to the last queries (ThinK, Xu et al., arXiv 2407.21018).
 
     A channel's score is $\mathrm{mean}_i(q_{ic}^2) \, \mathrm{mean}_j(k_{jc}^2)$ (section 3.2). Chain it behind a
@@ -110,11 +111,9 @@ class ReadPages(Policy):
     """
 
     budget: Count = count()
-    size: int = 16
+    size: Size = 16
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"a page of {self.size} tokens holds none; give size=1 or more")
         if isinstance(self.budget, int) and self.budget < self.size:
             raise ValueError(
                 f"a budget of {self.budget} tokens holds no page of {self.size}; raise it, or shrink pages"
@@ -221,7 +220,7 @@ class FirstLayers(Policy):
         return (self.first if layer < self.num else self.rest).at(layer, num_layers)
 
 
-def quest(budget: Count, *, size: int = 16, dense: int = 2) -> FirstLayers:
+def quest(budget: Count, *, size: Size = 16, dense: Amount = 2) -> FirstLayers:
     r"""Reads the tokens of some pages at every step, and evicts nothing (Quest, Tang et al., arXiv 2406.10774).
 
     A page is read if its bound $\sum_d \max(q_d M_d, q_d m_d)$ is among the largest, $M$ and $m$ being the largest and

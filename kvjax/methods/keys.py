@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax.budgets import STEP
-from kvjax.contract import Count, FrozenArrays
+from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
 from kvjax.evict import Evict
 from kvjax.observe import FutureQueries
@@ -50,7 +50,7 @@ def keydiff(budget: Count) -> Evict:
     return Evict(KeyDifference(), budget)
 
 
-def lagkv(budget: Count, *, lag: int = 128, sinks: int = 4) -> Evict:
+def lagkv(budget: Count, *, lag: Size = 128, sinks: Amount = 4) -> Evict:
     r"""Keeps the tokens that stand out from the text that follows them (LagKV, Liang et al., arXiv 2504.04704).
 
     $S_j$ is the rank in its partition of the deviation over channels of the key and of the value, normalised by the
@@ -64,7 +64,7 @@ def lagkv(budget: Count, *, lag: int = 128, sinks: int = 4) -> Evict:
     return Evict(LagRelative(lag, sinks), budget, sinks)
 
 
-def curdkv(budget: Count, *, partition: int = 16, sinks: int = 4) -> Evict:
+def curdkv(budget: Count, *, partition: Size = 16, sinks: Amount = 4) -> Evict:
     r"""Keeps the tokens of high leverage in keys and values (CurDKV, Sengupta et al., arXiv 2509.15038).
 
     $S_j = \frac{\lVert k_j\rVert^2}{\sum_P \lVert k\rVert^2} \cdot \frac{\lVert v_j\rVert^2}{\sum_P \lVert v\rVert^2}$
@@ -78,7 +78,7 @@ def curdkv(budget: Count, *, partition: int = 16, sinks: int = 4) -> Evict:
     return Evict(SquaredNorms(partition), budget, sinks)
 
 
-def expected_attention(budget: Count, *, horizon: int = 512, sinks: int = 4, eps: float = 0.0) -> Evict:
+def expected_attention(budget: Count, *, horizon: Size = 512, sinks: Amount = 4, eps: NonNegative = 0.0) -> Evict:
     r"""Keeps what queries to come are expected to attend to (ExpectedAttention, Devoto et al., arXiv 2510.00636).
 
     $S_j \propto (\exp(k_j \cdot \mu / \sqrt d + k_j^\top \Sigma k_j / 2d) + \epsilon) \lVert v_j \rVert_2$ with $\mu$
@@ -94,7 +94,7 @@ def expected_attention(budget: Count, *, horizon: int = 512, sinks: int = 4, eps
     return Evict(Expected(FutureQueries(horizon, sinks), eps), budget, sinks)
 
 
-def capkv(budget: Count, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4) -> Evict:
+def capkv(budget: Count, *, tau: NonNegative = 5.0, horizon: Size = 512, sinks: Amount = 4) -> Evict:
     r"""Keeps the tokens whose values other tokens' values do not span (CAPKV, arXiv 2604.25975).
 
     $S_j = w_j \, v_j^\top A^{-1} v_j$ with $A = I + \sum_i w_i v_i v_i^\top$ and $w_j$ by the cosine of the key and the
@@ -113,11 +113,11 @@ def capkv(budget: Count, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4
 def compactor(
     budget: Count,
     *,
-    blend: float | None = None,
-    chunk: int = 256,
-    sketch: int | None = 48,
-    sinks: int = 8,
-    recent: int = 4,
+    blend: NonNegative | None = None,
+    chunk: Size = 256,
+    sketch: Size | None = 48,
+    sinks: Amount = 8,
+    recent: Amount = 4,
 ) -> Evict:
     r"""Keeps keys that stand out, and tokens that their neighbourhood attends to (Compactor, arXiv 2507.08143).
 
@@ -149,7 +149,9 @@ def q_filters(budget: Count, filters: Any) -> Evict:
     return Evict(KeyDirections(FrozenArrays({"filters": filters})), budget)
 
 
-def kvzap(budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: int = 128) -> Evict:
+def kvzap(
+    budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: Amount = 128
+) -> Evict:
     r"""Keeps what KVzip would keep, as predicted from hidden states by a small function (KVzap, arXiv 2601.07891).
 
     $S_j = f(h_j)$, the logarithm of a score of KVzip+, at every step (Jegou and Jeblick).

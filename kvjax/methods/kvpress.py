@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
-from kvjax.contract import Count, FrozenArrays, Layout
+from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk, TwoStage
 from kvjax.evict import Evict
 from kvjax.methods.counts import FloorThenGlobal, InclusivePyramid, Truncated
@@ -16,6 +16,7 @@ from kvjax.methods.position import random, streaming_llm
 from kvjax.methods.variants import PROMPT, with_score
 from kvjax.methods.votes import finch, kvzip, simlayerkv, snapkv
 from kvjax.observe import ProjectedValueNorm, Reread, Rows
+from kvjax.pallas_kernels import kinds
 from kvjax.scores.attention import Accumulated, Mean, Votes
 from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import Expected, Given, Leverage
@@ -28,7 +29,7 @@ def kept(r: float) -> Truncated:
     return Truncated(1 - r)
 
 
-def cut_window(policy: Evict, window: int) -> Evict:
+def cut_window(policy: Evict, window: Size) -> Evict:
     """The policy whose budgets cut windows that they do not hold down to the newest tokens, as kvpress does."""
     return dataclasses.replace(policy, recent=Combined("least", (window, Share(1.0))))
 
@@ -36,19 +37,19 @@ def cut_window(policy: Evict, window: int) -> Evict:
 # ------------------------------------------------------------------------------------------------ attention
 
 
-def kvpress_snapkv(r: float, *, window: int = 64, kernel: int = 5) -> Evict:
+def kvpress_snapkv(r: float, *, window: Size = 64, kernel: Odd = 5) -> Evict:
     """SnapKVPress. A budget that does not hold the window keeps the newest of it."""
     return cut_window(snapkv(kept(r), window=window, kernel=kernel, pooling="avg"), window)
 
 
-def pyramidkv_kvpress(budget: int | float, *, beta: float = 20.0, window: int = 64, kernel: int = 5) -> Evict:
+def pyramidkv_kvpress(budget: int | float, *, beta: AtLeastOne = 20.0, window: Size = 64, kernel: Odd = 5) -> Evict:
     """PyramidKV of kvpress: windows are a part of every layer's share (D-43)."""
     share = budget if isinstance(budget, float) else None
     policy = cut_window(snapkv(budget, window=window, kernel=kernel, pooling="avg"), window)
     return dataclasses.replace(policy, layers=InclusivePyramid(beta, share))
 
 
-def kvpress_pyramidkv(r: float, *, window: int = 64, kernel: int = 5, beta: float = 20.0) -> Evict:
+def kvpress_pyramidkv(r: float, *, window: Size = 64, kernel: Odd = 5, beta: AtLeastOne = 20.0) -> Evict:
     """PyramidKVPress."""
     return pyramidkv_kvpress(1 - r, beta=beta, window=window, kernel=kernel)
 
@@ -64,7 +65,7 @@ def kvpress_observed_attention(r: float) -> Evict:
 
 
 def kvpress_finch(
-    r: float, *, window: int, chunk: int | None = None, normalize: bool = True, rerotate: bool = True
+    r: float, *, window: Size, chunk: Size | None = None, normalize: bool = True, rerotate: bool = True
 ) -> Evict:
     """FinchPress, whose question has `window` tokens.
 
@@ -81,7 +82,7 @@ def kvpress_finch(
     return policy if rerotate else dataclasses.replace(policy, layout=Layout())
 
 
-def kvpress_simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: int = 1) -> Evict:
+def kvpress_simlayerkv(threshold: float, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
     """SimLayerKVPress: attention counts to tokens before the voting rows, which are left out of what stays."""
     if recent <= rows:
         raise ValueError(f"recent={recent} tokens less the {rows} voting rows are none; raise recent")
@@ -107,7 +108,7 @@ def kvpress_keydiff(r: float) -> Evict:
     return keydiff(kept(r))
 
 
-def kvpress_lagkv(r: float, *, lag: int = 128, sinks: int = 4, cross: bool = False) -> Evict:
+def kvpress_lagkv(r: float, *, lag: Size = 128, sinks: Amount = 4, cross: bool = False) -> Evict:
     """LagKVPress; `cross` is its `cross_scoring`."""
     return with_score(lagkv(kept(r), lag=lag, sinks=sinks), cross=cross)
 
@@ -116,8 +117,8 @@ def kvpress_curdkv(
     r: float,
     *,
     of: Literal["product", "mean", "key", "value"] = "product",
-    partition: int | None = 16,
-    sinks: int = 4,
+    partition: Size | None = 16,
+    sinks: Amount = 4,
 ) -> Evict:
     """CURPress; `partition=None` is its `use_local_approximation=False`."""
     return with_score(curdkv(kept(r), sinks=sinks), of=of, partition=partition)
@@ -126,9 +127,9 @@ def kvpress_curdkv(
 def kvpress_expected_attention(
     r: float,
     *,
-    horizon: int = 512,
-    sinks: int = 4,
-    eps: float = 0.0,
+    horizon: Size = 512,
+    sinks: Amount = 4,
+    eps: NonNegative = 0.0,
     covariance: bool = True,
     value_norms: bool = True,
 ) -> Evict:
@@ -138,7 +139,7 @@ def kvpress_expected_attention(
 
 
 def expected_attention_stats(
-    budget: Count, mean: Any, covariance: Any, *, horizon: int = 512, sinks: int = 4, **options: Any
+    budget: Count, mean: Any, covariance: Any, *, horizon: Size = 512, sinks: Amount = 4, **options: Any
 ) -> Evict:
     """ExpectedAttentionStatsPress by the moments "L N H" and "L N H H" of a model's queries before rotation."""
     queries = KnownQueries(horizon, sinks, moments=FrozenArrays({"mean": mean, "covariance": covariance}))
@@ -146,28 +147,34 @@ def expected_attention_stats(
     return dataclasses.replace(policy, score=Expected(queries, **options))
 
 
-def kvpress_capkv(r: float, *, tau: float = 5.0, horizon: int = 512, sinks: int = 4) -> Evict:
+def kvpress_capkv(r: float, *, tau: NonNegative = 5.0, horizon: Size = 512, sinks: Amount = 4) -> Evict:
     """CapPress."""
     return capkv(kept(r), tau=tau, horizon=horizon, sinks=sinks)
 
 
-def kvpress_leverage(r: float, *, sketch: int | None = 48) -> Evict:
+def kvpress_leverage(r: float, *, sketch: Size | None = 48) -> Evict:
     """LeverageScorePress; sketches are other draws."""
     return Evict(Leverage(sketch), kept(r))
 
 
-def _chunk_votes(chunk: int, sinks: int, recent: int) -> Standardized:
+def _chunk_votes(chunk: Size, sinks: Amount, recent: Amount) -> Standardized:
     chunks = PaddedChunkAttention(chunk, sinks, recent)
     return Standardized(Pooled(ValueWeighted(Given(chunks, prompt_only=True)), "avg", 3))
 
 
-def kvpress_non_causal(r: float, *, chunk: int = 256) -> Evict:
+def kvpress_non_causal(r: float, *, chunk: Size = 256) -> Evict:
     """NonCausalAttnPress, which fills up the last chunk."""
     return Evict(_chunk_votes(chunk, 0, 0), kept(r))
 
 
 def kvpress_compactor(
-    r: float, *, chunk: int = 256, sketch: int | None = 48, sinks: int = 8, recent: int = 4, blend: float | None = None
+    r: float,
+    *,
+    chunk: Size = 256,
+    sketch: Size | None = 48,
+    sinks: Amount = 8,
+    recent: Amount = 4,
+    blend: NonNegative | None = None,
 ) -> Evict:
     """CompactorPress, which fills up the last chunk."""
     policy = compactor(kept(r), blend=r if blend is None else blend, sketch=sketch, sinks=sinks, recent=recent)
@@ -183,7 +190,7 @@ def kvpress_kvzap(r: float, function: Callable[..., Any]) -> Evict:
 # ------------------------------------------------------------------------------------------------ positions
 
 
-def kvpress_streaming_llm(r: float, *, sinks: int = 4) -> Evict:
+def kvpress_streaming_llm(r: float, *, sinks: Amount = 4) -> Evict:
     """StreamingLLMPress."""
     return dataclasses.replace(streaming_llm(kept(r), sinks=sinks), when=PROMPT, layout=Layout())
 
@@ -196,30 +203,32 @@ def kvpress_random(r: float) -> Evict:
 # ------------------------------------------------------------------------------------------------ around presses
 
 
-def kvpress_adakv(base: Evict, *, alpha: float = 0.2) -> Evict:
+def kvpress_adakv(base: Evict, *, alpha: Proportion = 0.2) -> Evict:
     """AdaKVPress around a press (D-22): a share `alpha` of every head's budget is safe; the rest goes to the best."""
     return dataclasses.replace(base, heads=FloorThenGlobal(alpha), layout=dataclasses.replace(base.layout, pool=True))
 
 
-def kvpress_criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
+def kvpress_criticalkv(base: Evict, *, first: Proportion = 0.5, eps: NonNegative = 1e-4) -> Evict:
     """CriticalKVPress around a press."""
     return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first, eps))
 
 
-def kvpress_critical_adakv(base: Evict, *, alpha: float = 0.2, first: float = 0.5, eps: float = 1e-4) -> Evict:
+def kvpress_critical_adakv(
+    base: Evict, *, alpha: Proportion = 0.2, first: Proportion = 0.5, eps: NonNegative = 1e-4
+) -> Evict:
     """CriticalAdaKVPress around a press: what the safeguard leaves a head is not ranked anew."""
     safe = Truncated(alpha, Share(1.0))
     policy = kvpress_adakv(base, alpha=alpha)
     return dataclasses.replace(policy, select=TwoStageAtLeast(ProjectedValueNorm(), first, eps, safe))
 
 
-def kvpress_chunkkv(base: Evict, *, size: int = 20) -> Evict:
+def kvpress_chunkkv(base: Evict, *, size: Size = 20) -> Evict:
     """ChunkKVPress around a press; tokens that the press protects stay, too."""
     share = base.budget.share if isinstance(base.budget, Truncated) else None
     return dataclasses.replace(base, select=Chunks(size, share))
 
 
-def kvpress_chunk(base: Evict, *, size: int) -> Evict:
+def kvpress_chunk(base: Evict, *, size: Size) -> Evict:
     """ChunkPress around a press that scores every token by itself."""
     return dataclasses.replace(base, select=PerChunk(size, base.budget))
 
@@ -229,12 +238,12 @@ def kvpress_key_rerotation(base: Evict) -> Evict:
     return dataclasses.replace(base, layout=dataclasses.replace(base.layout, positions="rank"))
 
 
-def kvpress_decoding(base: Evict, *, interval: int) -> Any:
+def kvpress_decoding(base: Evict, *, interval: Size) -> Any:
     """DecodingPress around a press: generated text alone is evicted, at every so many steps."""
     return when(Schedule(prefill=False, every=interval), base)
 
 
-def kvpress_cam(base: Evict, *, interval: int) -> Any:
+def kvpress_cam(base: Evict, *, interval: Size) -> Any:
     """CAMPress around a press: heads keep the same tokens by their mean score; values are not merged."""
     return kvpress_decoding(dataclasses.replace(base, score=LayerMean(base.score)), interval=interval)
 
@@ -245,6 +254,9 @@ def kvpress_dms(base: Evict, threshold: float, *, recent: Count, decoding: bool 
     return dataclasses.replace(base, select=AtLeast(threshold), recent=recent, when=schedule)
 
 
-def kvpress_think(channels: float = 0.5, *, rows: int = 32) -> ZeroChannels:
+def kvpress_think(channels: float = 0.5, *, rows: Size = 32) -> ZeroChannels:
     """ThinKPress, which sets channels of the prompt's keys to 0."""
     return ZeroChannels(channels, rows)
+
+
+kinds.doors(__name__)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.contract import (
     EMPTY,
+    Amount,
     AttentionInputs,
     Context,
     Count,
@@ -20,8 +21,10 @@ from kvjax.contract import (
     Observation,
     PerSlot,
     Phase,
+    Positive,
     Score,
     Select,
+    Size,
     Slots,
     Stats,
     count,
@@ -59,7 +62,7 @@ class Proxies(Accumulated):
     """
 
     restart: bool = True
-    interval: int = 1
+    interval: Size = 1
 
     def update(self, slots: Slots) -> Float[Array, "B K S *G"]:
         new, memory = self._new(slots), slots.memory
@@ -132,9 +135,9 @@ class PaddedChunkAttention:
       scaled: logits are divided by the root of the head's width, which kvpress leaves out.
     """
 
-    size: int = 256
-    first: int = 0
-    last: int = 0
+    size: Size = 256
+    first: Amount = 0
+    last: Amount = 0
     scaled: bool = False
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
@@ -202,7 +205,7 @@ class Drawn(ThenRandom):
 
     among: Literal["rest", "all"] = "rest"
     by: Literal["softmax", "normalised", "uniform"] = "softmax"
-    temperature: float = 1.0
+    temperature: Positive = 1.0
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe = slots.kv, slots.protected & slots.kv.live
@@ -240,9 +243,9 @@ class LazyBefore(LazyOrAll):
       first, last, rows: attention counts to the first tokens, and to the last ones before so many rows.
     """
 
-    first: int = 4
-    last: int = 1024
-    rows: int = 1
+    first: Amount = 4
+    last: Amount = 1024
+    rows: Size = 1
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe, end = slots.kv, slots.protected, slots.ctx.length[:, None, None] - self.rows

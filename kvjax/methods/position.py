@@ -1,7 +1,7 @@
 """Methods that look at positions alone."""
 
 from kvjax.budgets import STEP, Schedule
-from kvjax.contract import Count, Layout, Policy
+from kvjax.contract import Amount, Count, Layout, Policy
 from kvjax.evict import Evict
 from kvjax.scores.attention import Recency, Uniform
 
@@ -20,7 +20,7 @@ def window(budget: Count) -> Evict:
     return Evict(Recency(), budget, when=STEP)
 
 
-def streaming_llm(budget: Count, *, sinks: int = 4) -> Evict:
+def streaming_llm(budget: Count, *, sinks: Amount = 4) -> Evict:
     """Keeps attention sinks and the most recent tokens (StreamingLLM, Xiao et al., arXiv 2309.17453).
 
     A new token's place is made before it is read, so that no row sees more than the budget. Tokens stand at

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,8 @@ from kvjax.contract import (
     Phase,
     Policy,
     Prompts,
+    Proportion,
+    Size,
     Sizes,
     Stats,
     data,
@@ -31,6 +33,7 @@ from kvjax.contract import (
 from kvjax.decide.select import best
 from kvjax.observe import Rows, on_new_slots
 from kvjax.pallas_kernels import recovered_attention
+from kvjax.pallas_kernels.kinds import Range
 from kvjax.pallas_kernels.pytree import pytree, static
 
 STRATEGIES = ("special", "punctuation", "frequent", "local", "full")
@@ -74,7 +77,7 @@ class Queries:
     pos: Int[Array, "B T"]
     bias: Float[Array, "B N S"] | None
     scale: float | None = static(default=None)
-    window: int | None = static(default=None)
+    window: Size | None = static(default=None)
     softcap: float | None = static(default=None)
 
 
@@ -109,9 +112,9 @@ class FastGen(Policy):
 
     special: tuple[int, ...]
     punctuation: tuple[int, ...]
-    frequent: float = 0.3
-    local: float = 0.3
-    recovery: float = 0.95
+    frequent: Proportion = 0.3
+    local: Proportion = 0.3
+    recovery: Annotated[float, Range(0, 1, above=True)] = 0.95
     by: Literal["mass", "entries"] = "mass"
     rounding: Literal["floor", "ceil"] = "floor"
     budget: Count | None = data(default=None)
@@ -120,9 +123,6 @@ class FastGen(Policy):
     def __post_init__(self) -> None:
         if self.pool and self.budget is None:
             raise ValueError("a pool has a number of slots, but what heads need is known only later; give a budget")
-        for name in ("frequent", "local", "recovery"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is no share; give a number from 0 to 1")
 
     @property
     def layout(self) -> Layout:
@@ -132,7 +132,7 @@ class FastGen(Policy):
         return Rows(), Kinds(self.special, self.punctuation), *((WholeQueries(),) if phase == "prefill" else ())
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
-        def whole(share: float, n: np.ndarray) -> np.ndarray:
+        def whole(share: Proportion, n: np.ndarray) -> np.ndarray:
             return np.floor(share * n + 1e-9) if self.rounding == "floor" else np.ceil(share * n - 1e-9)
 
         often = whole(self.frequent, np.arange(info.prompt_len + info.max_new_tokens + 1))
@@ -222,8 +222,8 @@ def fastgen(
     special: Iterable[int],
     punctuation: Iterable[int],
     *,
-    frequent: float = 0.3,
-    local: float = 0.3,
+    frequent: Proportion = 0.3,
+    local: Proportion = 0.3,
     recovery: float = 0.95,
 ) -> FastGen:
     """Keeps in every head the cheapest set of tokens that serves it (FastGen, Ge et al., arXiv 2310.01801).

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.pallas_kernels import kinds
+
 
 def published(where: str | pathlib.Path, config: Any) -> np.ndarray:
     """DuoAttention's gates "L K" of a model, or Attention Matching's shares, by its name.
@@ -41,3 +43,6 @@ def published(where: str | pathlib.Path, config: Any) -> np.ndarray:
         here = f"{file} has {L} layers of {heads} kv heads, but the model {len(wanted)} of {K} to give them to"
         raise ValueError(f"{here}; take what was published for this model")
     return np.array([[found.get((i, head), average) / average for head in range(K)] for i in layers])
+
+
+kinds.doors(__name__)

@@ -7,7 +7,20 @@ from typing import Any, Literal
 from kvjax.budgets import STEP, Above, Adaptive, Combined, Of, Schedule, Share
 from kvjax.compose import shared_layers
 from kvjax.compose.across import AcrossLayers
-from kvjax.contract import Count, Layout, Policy, Score
+from kvjax.contract import (
+    Amount,
+    AtLeastOne,
+    Cosine,
+    Count,
+    Layout,
+    NonNegative,
+    Odd,
+    Policy,
+    Positive,
+    Proportion,
+    Score,
+    Size,
+)
 from kvjax.evict import Evict
 from kvjax.methods.attention import ahakv, h2o, keyformer, r_kv, roco, scissorhands, tova
 from kvjax.methods.counts import FloorPyramid, HalfEven, Normalized, Truncated
@@ -28,6 +41,7 @@ from kvjax.methods.profile import FastGen
 from kvjax.methods.simulations import NextStepMask, StepwiseMask
 from kvjax.methods.votes import ada_snapkv, defensivekv, headkv, lava, pyramidkv, snapkv
 from kvjax.observe import Rows
+from kvjax.pallas_kernels import kinds
 from kvjax.scores.attention import Faded, LastRows, Recency, Uniform, Votes
 from kvjax.scores.blends import Blend, LayerMean, Pooled
 from kvjax.scores.keys import Redundancy
@@ -89,7 +103,7 @@ def h2o_next_step_mask(budget: Count, *, recent: Count = Share(0.5)) -> NextStep
     return NextStepMask(Combined("less", (budget, recent)), recent)
 
 
-def h2o_factory(budget: Count, *, window: int = 8) -> Evict:
+def h2o_factory(budget: Count, *, window: Size = 8) -> Evict:
     """H2O of KVCache-Factory: the prompt alone is evicted, for every query head."""
     return by_query_head(dataclasses.replace(h2o(budget, recent=window), when=PROMPT))
 
@@ -100,7 +114,7 @@ def scissorhands_by_position(budget: Count, **options: Any) -> Evict:
     return with_score(policy, threshold="1/position")
 
 
-def scissorhands_factory(budget: Count, *, sinks: int = 4, recent: int = 10, decay: float = 0.9) -> Evict:
+def scissorhands_factory(budget: Count, *, sinks: Amount = 4, recent: Amount = 10, decay: NonNegative = 0.9) -> Evict:
     """Scissorhands of KVCache-Factory: sums of probabilities that fade while decoding (D-50)."""
     return dataclasses.replace(scissorhands(budget, recent=recent), score=Faded(decay=decay), sinks=sinks)
 
@@ -123,19 +137,19 @@ def window_of_generated(budget: Count) -> Evict:
     return Evict(window(budget).score, Combined("sum", (1.0, budget)), 1.0, when=STEP)
 
 
-def streaming_llm_factory(budget: Count, *, sinks: int = 4) -> Evict:
+def streaming_llm_factory(budget: Count, *, sinks: Amount = 4) -> Evict:
     """StreamingLLM of KVCache-Factory: the prompt alone is evicted, and tokens stand where they stood."""
     return dataclasses.replace(streaming_llm(budget, sinks=sinks), when=PROMPT, layout=Layout())
 
 
-def dilated_window_anchored(budget: Count, *, dilation: int = 1) -> Evict:
+def dilated_window_anchored(budget: Count, *, dilation: Amount = 1) -> Evict:
     """A dilated window that evicts instead of hiding: tokens stay whose positions `dilation + 1` divides (D-07)."""
     return dataclasses.replace(
         dilated_window(budget, dilation=dilation), score=Recency(dilation + 1), recent=1, mask=None
     )
 
 
-def knorm_factory(budget: Count, *, skip: int = 2) -> FirstLayers:
+def knorm_factory(budget: Count, *, skip: Amount = 2) -> FirstLayers:
     """Knorm of KVCache-Factory: the first layers keep everything."""
     return FirstLayers(full(), knorm(budget), skip)
 
@@ -153,7 +167,7 @@ def tova_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 6) -> Evict:
     return dataclasses.replace(tova_by_head(budget), sinks=sinks, recent=recent)
 
 
-def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: int = 0, **options: Any) -> Evict:
+def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: Amount = 0, **options: Any) -> Evict:
     """RoCo of EasyKV: 4 sinks and the last 10 tokens stay (D-12), and rows of the first tokens do not count (D-46)."""
     return dataclasses.replace(since(roco(budget, **options), prefix), sinks=sinks, recent=recent)
 
@@ -163,7 +177,7 @@ def of_later_rows(policy: Evict) -> Evict:
     return with_score(policy, count_self=False)
 
 
-def since(policy: Evict, first: int) -> Evict:
+def since(policy: Evict, first: Amount) -> Evict:
     """MAS or RoCo where rows before the position `first` do not count, as in EasyKV's blocks (D-46)."""
     return with_score(policy, first=first)
 
@@ -182,7 +196,7 @@ def nacl_drawn(
     *,
     by: Literal["softmax", "normalised", "uniform"] = "softmax",
     among: Literal["rest", "all"] = "rest",
-    temperature: float = 1.0,
+    temperature: Positive = 1.0,
     **options: Any,
 ) -> Evict:
     """NaCl with another draw: from "all" tokens, also those that the proxies chose (D-15); or "uniform" (Table 3)."""
@@ -190,7 +204,7 @@ def nacl_drawn(
 
 
 def nacl_decoding(
-    budget: Count, *, every: int, proxies_are: Literal["newest", "all"] = "newest", **options: Any
+    budget: Count, *, every: Size, proxies_are: Literal["newest", "all"] = "newest", **options: Any
 ) -> Evict:
     """NaCl that evicts at every so many steps, too (D-16).
 
@@ -211,7 +225,7 @@ def nacl_both_ends(budget: Count, *, begin: Count, **options: Any) -> Evict:
     return with_score(policy, of=RowsAtEnds(_rows(policy).last, begin=begin))
 
 
-def nacl_llama3(budget: float = 0.2, *, min_len: int = 2048, **options: Any) -> Evict:
+def nacl_llama3(budget: float = 0.2, *, min_len: Amount = 2048, **options: Any) -> Evict:
     """NaCl with the shares of its code: 256 sinks, 1 % proxies of which 256 are not kept, 7 % random of 20 % (D-17).
 
     Prompts of `min_len` tokens, and those whose share is less than the sinks, are kept whole.
@@ -251,7 +265,7 @@ def nacl_global(budget: Count, **options: Any) -> Policy:
 # ------------------------------------------------------------------------------------------------ SnapKV, PyramidKV
 
 
-def snapkv_text(budget: Count, *, window: int = 32, kernel: int = 7, outside: bool = True) -> Evict:
+def snapkv_text(budget: Count, *, window: Size = 32, kernel: Odd = 7, outside: bool = True) -> Evict:
     """SnapKV's score as Ada-KV's text has it: every row is pooled before rows are added (D-23).
 
     Args:
@@ -262,12 +276,12 @@ def snapkv_text(budget: Count, *, window: int = 32, kernel: int = 7, outside: bo
     return Evict(score, budget, 0, window)
 
 
-def snapkv_outside_window(budget: Count, *, window: int = 32, kernel: int = 7) -> Evict:
+def snapkv_outside_window(budget: Count, *, window: Size = 32, kernel: Odd = 7) -> Evict:
     """SnapKV with a softmax over the keys before the window (D-24)."""
     return Evict(Pooled(Votes(window, softmax=OutsideWindow(window)), "max", kernel), budget, 0, window)
 
 
-def snapkv_valid_average(budget: Count, *, window: int = 32, kernel: int = 7) -> Evict:
+def snapkv_valid_average(budget: Count, *, window: Size = 32, kernel: Odd = 7) -> Evict:
     """SnapKV whose averages do not count zeros beyond the ends of the text (D-49)."""
     return with_score(snapkv(budget, window=window, kernel=kernel, pooling="avg"), pad="valid")
 
@@ -277,18 +291,18 @@ def snapkv_released(budget: Count = 320) -> Evict:
     return by_query_head(snapkv(budget, window=64, kernel=5, pooling="avg"))
 
 
-def snapkv_factory(budget: Count = 512, *, window: int = 8, kernel: int = 7) -> Evict:
+def snapkv_factory(budget: Count = 512, *, window: Size = 8, kernel: Odd = 7) -> Evict:
     """SnapKV of KVCache-Factory's runner and of AdaKV, for every query head (D-39, D-44)."""
     return by_query_head(snapkv(budget, window=window, kernel=kernel))
 
 
-def pyramidkv_factory(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
+def pyramidkv_factory(budget: Count, *, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7) -> Evict:
     """PyramidKV of KVCache-Factory: whole steps, whose total exceeds the budget (D-41, D-42)."""
     policy = pyramidkv(budget, window=window, kernel=kernel)
     return dataclasses.replace(policy, layers=FloorPyramid(beta))
 
 
-def pyramidkv_adakv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
+def pyramidkv_adakv(budget: Count, *, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7) -> Evict:
     """PyramidKV of AdaKV: whole steps, without a uniform branch for short prompts (D-42)."""
     policy = pyramidkv(budget, window=window, kernel=kernel)
     return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False))
@@ -297,12 +311,12 @@ def pyramidkv_adakv(budget: Count, *, beta: float = 20.0, window: int = 8, kerne
 # ------------------------------------------------------------------------------------------------ Ada-KV
 
 
-def skipping(policy: Evict, skip: int) -> FirstLayers:
+def skipping(policy: Evict, skip: Amount) -> FirstLayers:
     """The policy whose heads share equally in the first `skip` layers."""
     return FirstLayers(dataclasses.replace(policy, heads=None), policy, skip)
 
 
-def ada_text(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7) -> Evict:
+def ada_text(budget: Count, *, alpha: Proportion = 0.5, window: Size = 32, kernel: Odd = 7) -> Evict:
     """Ada-SnapKV as its text has it: rows are pooled before they are added, without the window (D-23, D-24)."""
     policy = snapkv_text(budget, window=window, kernel=kernel)
     return dataclasses.replace(policy, heads=Adaptive(alpha), layout=Layout(pool=True))
@@ -311,9 +325,9 @@ def ada_text(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int
 def ada_released(
     budget: Count,
     *,
-    floor: float = 0.2,
-    window: int = 32,
-    kernel: int = 7,
+    floor: Proportion = 0.2,
+    window: Size = 32,
+    kernel: Odd = 7,
     normalize: bool = False,
 ) -> Evict:
     """Ada-SnapKV of its code: `floor` weighs equal parts (D-20), and every head is rounded for itself (D-21).
@@ -328,18 +342,18 @@ def ada_released(
     return dataclasses.replace(policy, heads=Normalized(heads) if normalize else heads, select=DriftingTopK())
 
 
-def ada_factory(budget: Count, *, floor: float = 0.2, window: int = 8, kernel: int = 7) -> Evict:
+def ada_factory(budget: Count, *, floor: Proportion = 0.2, window: Size = 8, kernel: Odd = 7) -> Evict:
     """Ada-SnapKV of KVCache-Factory, for every query head, which normalises by default (D-26)."""
     return by_query_head(ada_released(budget, floor=floor, window=window, kernel=kernel, normalize=True))
 
 
-def ada_normalized(budget: Count, *, alpha: float = 0.5, **options: Any) -> Evict:
+def ada_normalized(budget: Count, *, alpha: Proportion = 0.5, **options: Any) -> Evict:
     """Ada-SnapKV whose scores are scaled by what a head's best hold (D-26)."""
     return dataclasses.replace(ada_snapkv(budget, **options), heads=Normalized(Adaptive(alpha)))
 
 
 def ada_pyramid_adakv(
-    budget: Count, *, floor: float = 0.2, beta: float = 20.0, window: int = 8, kernel: int = 7
+    budget: Count, *, floor: Proportion = 0.2, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7
 ) -> Evict:
     """Ada-Pyramid of its code, of the first prompt that its class reads (D-25, D-42)."""
     policy = ada_released(budget, floor=floor, window=window, kernel=kernel)
@@ -349,12 +363,12 @@ def ada_pyramid_adakv(
 # ------------------------------------------------------------------------------------------------ AhaKV
 
 
-def ahakv_equation_5(budget: Count, *, recent: int = 32, **options: Any) -> Evict:
+def ahakv_equation_5(budget: Count, *, recent: Amount = 32, **options: Any) -> Evict:
     """AhaKV as Eq. 5 has it: one row more votes than in Algorithm 1 (D-27)."""
     return _with_rows(ahakv(budget, recent=recent, **options), last=recent + 1)
 
 
-def ahakv_gain(budget: Count, *, k: Count | None = None, recent: Count = 32, kernel: int = 7, **gain: Any) -> Evict:
+def ahakv_gain(budget: Count, *, k: Count | None = None, recent: Count = 32, kernel: Odd = 7, **gain: Any) -> Evict:
     """AhaKV with another step gain: `apply="scaled"` (D-28), `floor=1.0` (D-29), `seen="cache"` (D-32).
 
     Args:
@@ -366,7 +380,7 @@ def ahakv_gain(budget: Count, *, k: Count | None = None, recent: Count = 32, ker
     return _with_rows(policy, softmax=EntropyScaled(budget if k is None else k, **gain))
 
 
-def ahakv_prior(budget: Count, *, recent: Count = 32, kernel: int = 7, **prior: Any) -> Evict:
+def ahakv_prior(budget: Count, *, recent: Count = 32, kernel: Odd = 7, **prior: Any) -> Evict:
     """AhaKV with another prior: `target="score"`, as in Figure 3, or "both" (D-30); `each_step=True`.
 
     Args:
@@ -428,7 +442,7 @@ def keyformer_mask(budget: Count, *, recent: Count = Share(0.3), softmax: Noisy 
     return NextStepMask(Combined("less", (budget, recent)), recent, Rows(softmax=softmax), True)
 
 
-def keyformer_damped(budget: Count, *, damping: float, **options: Any) -> Evict:
+def keyformer_damped(budget: Count, *, damping: NonNegative, **options: Any) -> Evict:
     """Keyformer where rows that are read after the first eviction are damped (section 2.3.3's experiment)."""
     policy = keyformer(budget, **options)
     return dataclasses.replace(policy, score=Faded(_rows(policy), damping=damping))
@@ -445,11 +459,11 @@ def fastgen_port(special: tuple[int, ...], punctuation: tuple[int, ...], **optio
 def r_kv_released(
     budget: Count,
     *,
-    importance: float = 0.07,
-    window: int = 8,
-    kernel: int = 7,
-    threshold: float = 0.5,
-    buffer: int = 128,
+    importance: Proportion = 0.07,
+    window: Size = 8,
+    kernel: Odd = 7,
+    threshold: Cosine = 0.5,
+    buffer: Size = 128,
 ) -> Evict:
     """R-KV of its code: another weight, a group's largest vote, and a softmax over the keys before the window."""
     rows = LastRows(window, "max", OutsideWindow(window))
@@ -457,21 +471,21 @@ def r_kv_released(
     return dataclasses.replace(r_kv(budget, window=window, buffer=buffer), score=score)
 
 
-def lava_released(budget: Count, *, floor: float = 0.5, max_ratio: float = 2.0, **options: Any) -> AcrossLayers:
+def lava_released(budget: Count, *, floor: Proportion = 0.5, max_ratio: float = 2.0, **options: Any) -> AcrossLayers:
     """LAVa of its example: heads have a floor of their layer's share."""
     found = lava(budget, **options)
     policy = dataclasses.replace(found.policy, heads=Adaptive(1.0 - floor))
     return dataclasses.replace(found, policy=policy, max_ratio=max_ratio)
 
 
-def defensivekv_released(share: float, *, window: int = 32, kernel: int = 5, **options: Any) -> Evict:
+def defensivekv_released(share: Proportion, *, window: Size = 32, kernel: Odd = 5, **options: Any) -> Evict:
     """DefensiveKV of its code: what comes first is a share of the prompt without its window."""
     most = Truncated(share, Combined("less", (1.0, window)))
     policy = defensivekv(Truncated(share), window=window, kernel=kernel, **options)
     return dataclasses.replace(policy, score=Defensive(most, window, kernel))
 
 
-def headkv_factory(budget: int, importance: Any, *, beta: float = 2.0, window: int = 8, **options: Any) -> Evict:
+def headkv_factory(budget: int, importance: Any, *, beta: AtLeastOne = 2.0, window: Size = 8, **options: Any) -> Evict:
     """HeadKV of KVCache-Factory, for every query head; its capacities leave no room for the window.
 
     Args:
@@ -483,11 +497,14 @@ def headkv_factory(budget: int, importance: Any, *, beta: float = 2.0, window: i
     return by_query_head(headkv(budget + window, importance, beta=beta, window=window, **options))
 
 
-def cam_factory(budget: Count, *, window: int = 8) -> Evict:
+def cam_factory(budget: Count, *, window: Size = 8) -> Evict:
     """The tokens that CaM of KVCache-Factory keeps, for every query head; `merging` merges values."""
     return by_query_head(snapkv(budget, window=window, kernel=1))
 
 
-def quest_by_query_head(budget: Count, *, size: int = 16, dense: int = 2) -> FirstLayers:
+def quest_by_query_head(budget: Count, *, size: Size = 16, dense: Amount = 2) -> FirstLayers:
     """Quest of its evaluation: every query head reads pages of its own."""
     return FirstLayers(Policy(), PagesOfQueryHeads(budget, size), dense)
+
+
+kinds.doors(__name__)

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import numpy as np
 
 from kvjax.budgets import Adaptive, HeadShares, LayerShares, Pyramid
-from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, by_top_scores
-from kvjax.contract import Count, Layout
+from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Temperature, by_top_scores
+from kvjax.contract import Amount, AtLeastOne, Cosine, Count, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.rewrite import Match, Merge, Reference, ReferenceAttention
 from kvjax.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
 from kvjax.evict import Evict
@@ -17,7 +17,7 @@ from kvjax.scores.blends import Pooled, ValueWeighted
 from kvjax.scores.rows import Defensive, Unsteady
 
 
-def snapkv(budget: Count, *, window: int = 32, kernel: int = 7, pooling: Literal["max", "avg"] = "max") -> Evict:
+def snapkv(budget: Count, *, window: Size = 32, kernel: Odd = 7, pooling: Literal["max", "avg"] = "max") -> Evict:
     r"""Keeps what the end of the prompt attends to, with its surroundings (SnapKV, Li et al., arXiv 2404.14469).
 
     $S_j = \mathrm{pool}(\frac1w \sum_{i > n - w} p_{ij})$ over the last $w$ rows. The window stays, and so do all
@@ -32,7 +32,7 @@ def snapkv(budget: Count, *, window: int = 32, kernel: int = 7, pooling: Literal
     return Evict(Pooled(Votes(window), pooling, kernel), budget, 0, window)
 
 
-def pyramidkv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
+def pyramidkv(budget: Count, *, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7) -> Evict:
     r"""Gives SnapKV budgets that fall from the first layer to the last (PyramidKV, Cai et al., arXiv 2406.02069).
 
     Beside its window the last layer has $b / \beta$ tokens, the first $2 b - b / \beta$, with $b$ the average.
@@ -46,7 +46,7 @@ def pyramidkv(budget: Count, *, beta: float = 20.0, window: int = 8, kernel: int
     return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), layers=Pyramid(beta))
 
 
-def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: int = 7) -> Evict:
+def ada_snapkv(budget: Count, *, alpha: Proportion = 0.5, window: Size = 32, kernel: Odd = 7) -> Evict:
     r"""Lets the heads of SnapKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
 
     Of a layer's best scores a head holds $B_i$; it gets $\alpha B_i + (1 - \alpha) b$ tokens (Algorithm 1).
@@ -61,7 +61,9 @@ def ada_snapkv(budget: Count, *, alpha: float = 0.5, window: int = 32, kernel: i
     return dataclasses.replace(policy, heads=Adaptive(alpha), layout=Layout(pool=True))
 
 
-def ada_pyramid(budget: Count, *, alpha: float = 0.5, beta: float = 20.0, window: int = 8, kernel: int = 7) -> Evict:
+def ada_pyramid(
+    budget: Count, *, alpha: Proportion = 0.5, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7
+) -> Evict:
     """Lets the heads of PyramidKV compete for their layer's budget (Ada-KV, Feng et al., arXiv 2407.11550).
 
     Args:
@@ -75,7 +77,7 @@ def ada_pyramid(budget: Count, *, alpha: float = 0.5, beta: float = 20.0, window
     return dataclasses.replace(policy, layers=Pyramid(beta))
 
 
-def headkv(budget: Count, importance: Any, *, beta: float = 1.2, window: int = 32, kernel: int = 7) -> Evict:
+def headkv(budget: Count, importance: Any, *, beta: AtLeastOne = 1.2, window: Size = 32, kernel: Odd = 7) -> Evict:
     r"""Gives more of SnapKV's budget to heads that retrieve and reason (HeadKV, Fu et al., arXiv 2410.19258).
 
     Beside its window every head has $b - b / \beta$ tokens; the rest of the model's budget goes by importance.
@@ -93,15 +95,13 @@ def headkv(budget: Count, importance: Any, *, beta: float = 1.2, window: int = 3
             f"importance is of shape {given.shape} and adds up to {given.sum()}; give a number for every layer and kv "
             "head, none below 0 and one at least above"
         )
-    if beta < 1:
-        raise ValueError(f"beta={beta} makes heads give up more than they have; give 1 or more")
     weights = given / np.mean(given) / beta + 1 - 1 / beta
     table = tuple(map(tuple, weights.tolist()))
     parts: dict[str, Any] = {"layers": LayerShares(tuple(weights.sum(1).tolist())), "heads": HeadShares(table)}
     return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), **parts, layout=Layout(pool=True))
 
 
-def criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
+def criticalkv(base: Evict, *, first: Proportion = 0.5, eps: NonNegative = 1e-4) -> Evict:
     r"""Corrects a policy's choice by what values add to the layer's output (CriticalKV, Feng et al., arXiv 2502.03805).
 
     The first stage keeps the best by the score of `base`; the second ranks the rest by $(S_j + \epsilon) \lVert v_j W_O
@@ -112,12 +112,10 @@ def criticalkv(base: Evict, *, first: float = 0.5, eps: float = 1e-4) -> Evict:
       first: share of the budget that the first stage fills.
       eps: $\epsilon$.
     """
-    if not 0 <= first <= 1:
-        raise ValueError(f"first={first} is no share of the budget; give a number from 0 to 1")
     return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first, eps))
 
 
-def chunkkv(base: Evict, *, size: int = 20) -> Evict:
+def chunkkv(base: Evict, *, size: Size = 20) -> Evict:
     """Keeps whole chunks of text, the same in all kv heads, by another policy's score (ChunkKV, arXiv 2502.00299).
 
     A chunk's score is the mean over its tokens and over heads (Liu et al.). As large a share of the chunks stays as the
@@ -127,12 +125,10 @@ def chunkkv(base: Evict, *, size: int = 20) -> Evict:
       base: the policy whose score, budget and protected tokens are used, such as `snapkv(512)`.
       size: tokens of a chunk.
     """
-    if size < 1:
-        raise ValueError(f"a chunk of {size} tokens holds none; give size=1 or more")
     return dataclasses.replace(base, select=Chunks(size, base.budget if isinstance(base.budget, float) else None))
 
 
-def finch(budget: Count, *, window: int = 32, chunk: int | None = None) -> Evict:
+def finch(budget: Count, *, window: Size = 32, chunk: Size | None = None) -> Evict:
     r"""Keeps what the question at the end attends to, moved together (FINCH, Corallo and Papotti, TACL 12, 2024).
 
     $S_j = \sum_{i > n - w} n_i p_{ij}$ over the $w$ tokens of the question, $n_i$ being the number of tokens before row
@@ -149,7 +145,7 @@ def finch(budget: Count, *, window: int = 32, chunk: int | None = None) -> Evict
     return Evict(score, budget, 0, window, select=select, layout=Layout(positions="rank"))
 
 
-def simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: int = 1) -> Evict:
+def simlayerkv(threshold: float, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
     """Keeps the first and last tokens alone in lazy layers, which look at nothing else (SimLayerKV, arXiv 2410.13846).
 
     A layer is lazy if the prompt's last `rows` rows give those tokens more than `threshold` of their attention, on
@@ -166,11 +162,11 @@ def simlayerkv(threshold: float, *, sinks: int = 4, recent: int = 1024, rows: in
 def cake(
     budget: Count,
     *,
-    window: int = 32,
-    kernel: int = 5,
-    variance: float = 200.0,
-    entropy: float = 1.6,
-    shift: float = 0.6,
+    window: Size = 32,
+    kernel: Odd = 5,
+    variance: NonNegative = 200.0,
+    entropy: Temperature = 1.6,
+    shift: Temperature = 0.6,
 ) -> AcrossLayers:
     r"""Divides the budget over layers by what their attention asks for; unsteady tokens stay (CAKE, arXiv 2503.12491).
 
@@ -188,7 +184,7 @@ def cake(
     return AcrossLayers(policy, Preference(window, entropy, shift))
 
 
-def lava(budget: Count, *, window: int = 32, kernel: int = 7) -> AcrossLayers:
+def lava(budget: Count, *, window: Size = 32, kernel: Odd = 7) -> AcrossLayers:
     r"""Compares heads and layers by votes times the head's largest value (LAVa, Shen et al., arXiv 2509.09754).
 
     $S_j = \max_g \mathrm{maxpool}(\bar p)_j \cdot \max_i \lVert v_i\rVert_1$ with $\bar p$ the mean attention of the
@@ -204,7 +200,7 @@ def lava(budget: Count, *, window: int = 32, kernel: int = 7) -> AcrossLayers:
     return AcrossLayers(policy, ScoreEntropy())
 
 
-def defensivekv(budget: Count, *, window: int = 32, kernel: int = 5, mass: float = 0.9) -> Evict:
+def defensivekv(budget: Count, *, window: Size = 32, kernel: Odd = 5, mass: Proportion = 0.9) -> Evict:
     """Keeps what any row of the window attends to, as importance may not last (DefensiveKV, arXiv 2510.13334).
 
     A token's score is the most that any row and query head gives it, at least its head's mean, times the share of its
@@ -224,9 +220,9 @@ def defensivekv(budget: Count, *, window: int = 32, kernel: int = 5, mass: float
 def layer_defensivekv(
     budget: Count,
     *,
-    window: int = 32,
-    kernel: int = 5,
-    mass: float = 0.9,
+    window: Size = 32,
+    kernel: Odd = 5,
+    mass: Proportion = 0.9,
 ) -> AcrossLayers:
     """Lets all layers of DefensiveKV compete for the model's budget, by one top-k of scores (arXiv 2510.13334).
 
@@ -255,7 +251,7 @@ def kvzip(budget: Count, how: Reread = Reread()) -> Evict:
     return Evict(Repeated(how), budget, sinks, heads=Adaptive(1.0), layout=Layout(pool=True))
 
 
-def attention_matching(budget: Count, *, rows: int = 256, sinks: int = 4) -> Evict:
+def attention_matching(budget: Count, *, rows: Size = 256, sinks: Amount = 4) -> Evict:
     """Keeps the most attended keys, with weights and values that answer as the full cache did (arXiv 2602.16284).
 
     Least squares over the prompt's last rows find the weight that every kept key has in the softmax, then its value.
@@ -269,7 +265,7 @@ def attention_matching(budget: Count, *, rows: int = 256, sinks: int = 4) -> Evi
     return Evict(ReferenceAttention(reference), budget, sinks, rewrite=Match(reference))
 
 
-def merging(base: Evict, *, threshold: float = 0.0, fraction: float = 1.0) -> Evict:
+def merging(base: Evict, *, threshold: Cosine = 0.0, fraction: Proportion = 1.0) -> Evict:
     """Merges the values that a policy evicts into those that it keeps (kvpress, after D2O, arXiv 2406.13035).
 
     Args:

@@ -4,6 +4,7 @@ Every function returns a matplotlib `Figure`, new or that of the `axes` given. I
 line of a cell is shown once `%matplotlib inline` has run. `import kvjax` does not import matplotlib; this package does.
 """
 
+from kvjax.pallas_kernels import kinds
 from kvjax.plot.budgets import budget_curve as budget_curve
 from kvjax.plot.depths import depth_against_length as depth_against_length
 from kvjax.plot.positions import kept_positions as kept_positions
@@ -11,3 +12,5 @@ from kvjax.plot.positions import scores as scores
 from kvjax.plot.style import COLOURS as COLOURS
 from kvjax.plot.style import LINES as LINES
 from kvjax.plot.style import MARKERS as MARKERS
+
+kinds.doors(__name__)

@@ -10,21 +10,25 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, UInt32
 
 from kvjax.contract import (
+    Amount,
     Count,
     LayerInfo,
     LayerView,
+    NonNegative,
     Observation,
+    Odd,
     PerSlot,
     Phase,
     Prompts,
     Score,
+    Size,
     Slots,
     count,
     resolve,
 )
 from kvjax.decide.select import best
 from kvjax.observe import Reread, Rows
-from kvjax.scores.blends import check_pooling, pool_in_order
+from kvjax.scores.blends import pool_in_order
 
 
 class Recency(Score):
@@ -34,7 +38,7 @@ class Recency(Score):
       every: tokens whose position `every` does not divide rank below all others.
     """
 
-    every: int = 1
+    every: Size = 1
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         pos = slots.kv.pos.astype(jnp.float32)
@@ -65,12 +69,6 @@ class Function(Score):
     fn: Callable[..., Any]
     observed: tuple = ()
 
-    def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise ValueError(f"fn={self.fn!r} is no function; give one of (kv, stats, ctx)")
-        if not isinstance(self.observed, tuple):
-            raise ValueError(f"observe={self.observed!r} is no tuple of observations; give one, such as (Rows(),)")
-
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return self.observed
 
@@ -94,14 +92,10 @@ class Votes(Score):
       softmax: another softmax than the model's.
     """
 
-    rows: int = 32
+    rows: Size = 32
     group: Literal["mean", "max", "sum"] = "mean"
     prompt_only: bool = True
     softmax: Any = None
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"{self.rows} rows vote; give a window of 1 row or more")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         votes = Rows(self.rows, group=self.group, softmax=self.softmax)
@@ -170,8 +164,8 @@ class Faded(Accumulated):
         stay what evicted ones would have had.
     """
 
-    decay: float = 1.0
-    damping: float = 1.0
+    decay: NonNegative = 1.0
+    damping: NonNegative = 1.0
 
     def update(self, slots: Slots) -> Float[Array, "B K S *G"]:
         new, kv = self._new(slots), slots.kv
@@ -193,12 +187,9 @@ class ValuePrior(Accumulated):
       each_step: the prior multiplies what generated rows add, too.
     """
 
-    kernel: int = 7
+    kernel: Odd = 7
     target: Literal["value_norm", "score", "both"] = "value_norm"
     each_step: bool = False
-
-    def __post_init__(self) -> None:
-        check_pooling("avg", self.kernel)
 
     def update(self, slots: Slots) -> Float[Array, "B K S *G"]:
         new, kv = self._new(slots), slots.kv
@@ -221,7 +212,7 @@ class ValuePrior(Accumulated):
         return jnp.where(kv.live, pool_in_order(x, kv.pos, kv.live, "avg", self.kernel), 0.0)
 
 
-def rows_since(slots: Slots, first: int = 0, count_self: bool = True) -> Float[Array, "B K S"]:
+def rows_since(slots: Slots, first: Amount = 0, count_self: bool = True) -> Float[Array, "B K S"]:
     """How many rows, from position `first` on, could see each token; at least 1.
 
     Args:
@@ -243,7 +234,7 @@ class Mean(Score):
     """
 
     count_self: bool = True
-    first: int = 0
+    first: Amount = 0
 
     @property
     def _attention(self) -> Rows:
@@ -311,7 +302,7 @@ class LastRows(Score):
       softmax: another softmax than the model's.
     """
 
-    rows: int = 8
+    rows: Size = 8
     group: Literal["mean", "max", "sum"] = "mean"
     softmax: Any = None
 
@@ -334,10 +325,8 @@ class LastRows(Score):
         return slots.memory.sum(-1) / read[:, None, None]
 
 
-def _places(rows: int, info: LayerInfo) -> int:
+def _places(rows: Size, info: LayerInfo) -> int:
     """Rows that are remembered: no more than there can be."""
-    if rows < 1:
-        raise ValueError(f"{rows} rows are remembered; give 1 row or more")
     return min(rows, info.prompt_len + info.max_new_tokens)
 
 
@@ -368,7 +357,7 @@ class History(Score):
       threshold: a probability, "1/visible" (one over the keys that a row sees) or "1/position".
     """
 
-    rows: int = 400
+    rows: Size = 400
     threshold: float | Literal["1/visible", "1/position"] = "1/visible"
 
     @property

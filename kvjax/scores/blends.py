@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import EMPTY, Score, Slots
+from kvjax.contract import EMPTY, Odd, Score, Slots
 from kvjax.storage import in_order
 from kvjax.storage.mesh import DATA, apart
 
@@ -66,11 +66,8 @@ class Pooled(OfScore):
     """
 
     kind: Literal["max", "avg"] = "max"
-    kernel: int = 7
+    kernel: Odd = 7
     pad: Literal["zero", "valid"] = "zero"
-
-    def __post_init__(self) -> None:
-        check_pooling(self.kind, self.kernel)
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         return pool_in_order(
@@ -78,20 +75,12 @@ class Pooled(OfScore):
         )
 
 
-def check_pooling(kind: str, kernel: int) -> None:
-    """Raises ValueError for a kind of pooling that does not exist, or a width that has no middle."""
-    if kind not in ("max", "avg"):
-        raise ValueError(f"pooling={kind!r} does not exist; give 'max' or 'avg'")
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"a pooling kernel of {kernel} has no middle; give an odd one, such as {max(kernel | 1, 1)}")
-
-
 def pool_in_order(
     x: Float[Array, "B K S"],
     pos: Int[Array, "B K S"],
     among: Bool[Array, "B K S"],
     kind: str,
-    kernel: int,
+    kernel: Odd,
     pad: str = "zero",
 ) -> Float[Array, "B K S"]:
     """Numbers pooled over neighbours in position.

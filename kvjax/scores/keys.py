@@ -9,15 +9,20 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.contract import (
     EMPTY,
+    Amount,
     AttentionInputs,
+    Cosine,
     FrozenArrays,
     LayerInfo,
     LayerView,
+    NonNegative,
     Observation,
     PerSlot,
     Phase,
+    Positive,
     Prompts,
     Score,
+    Size,
     Slots,
     data,
     value,
@@ -84,13 +89,9 @@ class LagRelative(Score):
       cross: scores of different partitions are compared as they are, without ranks (an option of kvpress).
     """
 
-    lag: int = 128
-    sinks: int = 4
+    lag: Size = 128
+    sinks: Amount = 4
     cross: bool = False
-
-    def __post_init__(self) -> None:
-        if self.lag < 1:
-            raise ValueError(f"a partition of {self.lag} tokens holds none; give lag=1 or more")
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         kv, (B, K, S) = slots.kv, slots.kv.pos.shape
@@ -107,7 +108,7 @@ class LagRelative(Score):
         score = jnp.where(live < sinks + 2 * lag, ramp, score).astype(jnp.float32)
         return jnp.put_along_axis(jnp.zeros_like(score), order, score, -1, inplace=False)
 
-    def _parts(self, x: Float[Array, "B K S H"], order: Int[Array, "B K S"], num: int, lag: int) -> Array:
+    def _parts(self, x: Float[Array, "B K S H"], order: Int[Array, "B K S"], num: int, lag: Size) -> Array:
         """Softmax within each partition but the last of the deviation, relative to the next one: "B K num-1 lag"."""
         index = order[..., self.sinks : self.sinks + num * lag, None]
         x = jnp.take_along_axis(x.astype(jnp.float32), index, 2)
@@ -128,14 +129,8 @@ class SquaredNorms(Score):
       of: the "product" of both shares, their "mean", or that of the "key" or the "value" alone.
     """
 
-    partition: int | None = 16
+    partition: Size | None = 16
     of: Literal["product", "mean", "key", "value"] = "product"
-
-    def __post_init__(self) -> None:
-        if self.of not in ("product", "mean", "key", "value"):
-            raise ValueError(f"of={self.of!r} does not exist; give 'product', 'mean', 'key' or 'value'")
-        if self.partition is not None and self.partition < 1:
-            raise ValueError(f"a partition of {self.partition} tokens holds none; give 1 or more, or None")
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         kv, order = slots.kv, in_order(slots.kv.pos)
@@ -181,7 +176,7 @@ class Expected(Score):
     """
 
     queries: FutureQueries = FutureQueries()
-    eps: float = 0.0
+    eps: NonNegative = 0.0
     covariance: bool = True
     value_norms: bool = True
 
@@ -214,8 +209,8 @@ class Capacity(Score):
     """
 
     queries: FutureQueries = FutureQueries()
-    tau: float = 5.0
-    eps: float = 1e-6
+    tau: NonNegative = 5.0
+    eps: NonNegative = 1e-6
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self.queries,) if phase == "prefill" else ()
@@ -249,7 +244,7 @@ class Redundancy(Score):
       threshold: keys resemble each other where their cosine is above it.
     """
 
-    threshold: float = 0.5
+    threshold: Cosine = 0.5
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         kv, k, S = slots.kv, slots.kv.k.astype(jnp.float32), slots.kv.pos.shape[2]
@@ -287,8 +282,8 @@ class Leverage(Score):
       ridge: $\rho$.
     """
 
-    sketch: int | None = 48
-    ridge: float = 0.01
+    sketch: Size | None = 48
+    ridge: Positive = 0.01
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (UnrotatedKeys(),) if phase == "prefill" else ()
@@ -336,7 +331,7 @@ class Given(Score):
         return slots.memory + slots.stats[self.what]
 
 
-def within_chunks(size: int, sinks: int, recent: int) -> Given:
+def within_chunks(size: Size, sinks: Amount, recent: Amount) -> Given:
     """Scores what a token receives from all rows of its chunk of the prompt (Compactor).
 
     Args:

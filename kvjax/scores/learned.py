@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.contract import FrozenArrays, LayerInfo, Observation, Phase, Prompts, Score, Slots, Value
+from kvjax.contract import FrozenArrays, LayerInfo, Observation, Odd, Phase, Prompts, Score, Size, Slots, Value
 from kvjax.observe import Hidden, Rows
-from kvjax.scores.blends import check_pooling, pool_in_order
+from kvjax.scores.blends import pool_in_order
 from kvjax.scores.keys import Given
 
 NUM_STATISTICS = 6  # numbers of a token that `Learned` shows its function beside the key and the value
@@ -30,15 +30,8 @@ class Learned(Score):
     """
 
     function: Callable[[Any, Any], Any]
-    rows: int = 16
-    kernel: int = 7
-
-    def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ValueError(f"Learned(function={self.function!r}): give a trained function of features and the layer")
-        if self.rows < 1:
-            raise ValueError(f"rows={self.rows}: at least one row must vote")
-        check_pooling("max", self.kernel)
+    rows: Size = 16
+    kernel: Odd = 7
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (Rows(self.rows), Rows()) if phase == "prefill" else ()

@@ -6,9 +6,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import Count, LayerInfo, Observation, Phase, Prompts, Score, Slots, count, resolve
+from kvjax.contract import (
+    Count,
+    LayerInfo,
+    NonNegative,
+    Observation,
+    Odd,
+    Phase,
+    Prompts,
+    Proportion,
+    Score,
+    Size,
+    Slots,
+    count,
+    resolve,
+)
 from kvjax.observe import ProjectedValueNorm, Rows, by_row, votes
-from kvjax.scores.blends import check_pooling, layer_mean, pool_in_order
+from kvjax.scores.blends import layer_mean, pool_in_order
 
 
 def mean_and_variance(
@@ -22,7 +36,7 @@ def mean_and_variance(
 
 
 def pool_rows(
-    rows: Float[Array, "B K G R S"], pos: Int[Array, "B K S"], among: Bool[Array, "B K S"], kind: str, kernel: int
+    rows: Float[Array, "B K G R S"], pos: Int[Array, "B K S"], among: Bool[Array, "B K S"], kind: str, kernel: Odd
 ) -> Float[Array, "B K G R S"]:
     """Every row pooled over neighbours in position among some slots."""
     B, K, G, R, S = rows.shape
@@ -40,13 +54,10 @@ class PooledVotes(Score):
       softmax: another softmax than the model's.
     """
 
-    rows: int = 32
-    kernel: int = 7
+    rows: Size = 32
+    kernel: Odd = 7
     group: Literal["mean", "max", "sum"] = "mean"
     softmax: Any = None
-
-    def __post_init__(self) -> None:
-        check_pooling("max", self.kernel)
 
     @property
     def _votes(self) -> Rows:
@@ -70,8 +81,8 @@ class Unsteady(Score):
       variance: $\gamma$.
     """
 
-    rows: int = 32
-    variance: float = 200.0
+    rows: Size = 32
+    variance: NonNegative = 200.0
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (votes(self.rows),) if phase == "prefill" else ()
@@ -94,12 +105,9 @@ class Defensive(Score):
     """
 
     most: Count = count()
-    rows: int = 32
-    kernel: int = 5
-    mass: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_pooling("avg", self.kernel)
+    rows: Size = 32
+    kernel: Odd = 5
+    mass: Proportion = 0.9
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (votes(self.rows), ProjectedValueNorm()) if phase == "prefill" else ()

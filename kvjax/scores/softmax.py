@@ -5,8 +5,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from kvjax.budgets import known
-from kvjax.contract import AttentionInputs, Count, value
-from kvjax.contract.checks import one_of
+from kvjax.contract import AttentionInputs, Count, NonNegative, Positive, Size, value
 from kvjax.pallas_kernels import Softmax
 
 
@@ -24,16 +23,10 @@ class Noisy:
       tau_delta: what a decode step adds to the temperature; None for $(\tau_1 - \tau_0) / T$.
     """
 
-    tau: tuple[float, float] = (1.0, 2.0)
+    tau: tuple[Positive, Positive] = (1.0, 2.0)
     noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel"
     per: Literal["call", "key"] = "call"
     tau_delta: float | None = None
-
-    def __post_init__(self) -> None:
-        one_of("noise", self.noise, "gumbel", "gaussian", "constant", "none")
-        one_of("per", self.per, "call", "key")
-        if min(self.tau) <= 0:
-            raise ValueError(f"tau={self.tau} holds a temperature that is not positive; give two numbers above 0")
 
     def __call__(self, inputs: AttentionInputs) -> Softmax:
         """The softmax for the rows of this call."""
@@ -65,12 +58,8 @@ class EntropyScaled:
 
     k: Count
     apply: Literal["raw", "scaled"] = "raw"
-    floor: float | None = None
+    floor: NonNegative | None = None
     seen: Literal["position", "cache"] = "position"
-
-    def __post_init__(self) -> None:
-        one_of("apply", self.apply, "raw", "scaled")
-        one_of("seen", self.seen, "position", "cache")
 
     def __call__(self, inputs: AttentionInputs) -> Softmax:
         """The softmax for the rows of this call."""
@@ -97,7 +86,7 @@ class SeesAll:
 class OutsideWindow:
     """A softmax over the keys before the last `window` tokens alone (the text of Ada-KV, the code of R-KV)."""
 
-    window: int
+    window: Size
 
     def __call__(self, inputs: AttentionInputs) -> Softmax:
         """The softmax for the rows of this call."""

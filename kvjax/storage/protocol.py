@@ -40,7 +40,7 @@ class Keeps:
         return tree.unflatten(x if own else change(x) for x, own in zip(leaves, self.per_head, strict=bool(leaves)))
 
 
-@value
+@dataclasses.dataclass(frozen=True)
 class Storage(abc.ABC):
     """One layer's cache. It also has the fields `memory`, `log_weight` and `channels`, as in `Layer`.
 
