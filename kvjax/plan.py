@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import Amount, LayerInfo, Policy, Size, compiled, value
+from kvjax.contract import MOST, Amount, LayerInfo, Policy, Size, compiled, value
 
 _TILE, _STEP = 8, 16  # what slots are rounded up to: rows of a tile that a kernel reads; where layers differ
 
@@ -85,7 +86,11 @@ def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tu
 
 
 def make_plan(
-    config: Any, policy: Policy, lengths: Int[np.ndarray, "B"] | Any, width: Size, max_new_tokens: Amount
+    config: Any,
+    policy: Policy,
+    lengths: Int[Array, "B"] | Int[np.ndarray, "B"] | Sequence[Size],
+    width: Size,
+    max_new_tokens: Amount,
 ) -> Plan:
     """The plan of a policy. A run that is given it as `plan=` has its slots and shares its programs.
 
@@ -95,7 +100,12 @@ def make_plan(
       lengths: tokens of each prompt.
       width: columns of the padded prompts.
       max_new_tokens: decode steps that the run is planned for.
+
+    Raises:
+      ValueError: sizes that the policy cannot work with, prompts without a token or with more than `width`.
     """
+    if not isinstance(lengths, jax.core.Tracer) and not 1 <= np.min(lengths, initial=MOST) <= np.max(lengths) <= width:
+        raise ValueError(f"lengths={lengths} must lie between 1 and width={width}; give the tokens of each prompt")
     return planned(policy, infos_of(config, policy, width, max_new_tokens), lengths)[0]
 
 

@@ -81,6 +81,20 @@ class Kind:
     any_of: "tuple[Kind, ...]" = ()
 
 
+def numbers(*axes: str) -> Kind:
+    """Finite numbers with these axes, in an array or in lists of lists."""
+
+    def holds(x: Any) -> bool:
+        if isinstance(x, jax.core.Tracer):
+            return x.ndim == len(axes)
+        with contextlib.suppress(ValueError, TypeError):
+            found = np.asarray(x)
+            return found.dtype.kind in "iuf" and found.ndim == len(axes) and bool(np.isfinite(found).all())
+        return False
+
+    return Kind(f"finite numbers of shape ({', '.join(axes)})", holds)
+
+
 def whole(x: Any) -> bool:
     """Whether something is a whole number, which True and False are not."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
@@ -112,8 +126,11 @@ SUCH_AS = {
 UNTYPED = {  # parameters of these names have no class of their own
     "model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
     "config": Kind("a model's configuration, model.config", lambda x: hasattr(x, "num_kv_heads")),
+    "key": Kind("a PRNG key, such as jax.random.key(0), or None", lambda x: x is None or _is_key(x)),
     "tokenizer": Kind("a tokenizer, such as models.load_tokenizer(...)", lambda x: hasattr(x, "decode")),
 }
+HeadTable = Annotated[Any, numbers("L", "K")]
+Dtype = Annotated[Any, Kind("a dtype, such as jnp.float32", lambda x: isinstance(x, type | np.dtype | str))]
 ANYTHING = Kind("anything", lambda x: True)
 _PLAIN: dict[Any, Kind] = {
     bool: Kind("True or False", lambda x: isinstance(x, bool | np.bool_)),
@@ -147,7 +164,8 @@ def kind_of(hint: Any) -> Kind | None:
         return Kind(f"a tuple of {len(each)}: {', '.join(k.words for k in each)}", fits)
     if origin in (tuple, Sequence):
         each = kind_of(args[0]) or ANYTHING
-        holds = lambda x: isinstance(x, origin | np.ndarray | jax.Array) and all(map(each.holds, x))
+        several = lambda x: isinstance(x, origin) or (_is_array(x) and x.ndim > 0)
+        holds = lambda x: several(x) and all(map(each.holds, x))
         return Kind(
             f"a {origin.__name__.lower()}{'' if each is ANYTHING else f' of which each is {each.words}'}", holds
         )
@@ -193,6 +211,10 @@ def _array(hint: Any) -> Kind:
         return typed and 0 not in x.shape and _fit(dims, x.shape, {})
 
     return Kind(f"a non-empty numpy or JAX array of {word}, of shape ({', '.join(dims)})", holds, dims)
+
+
+def _is_key(x: Any) -> bool:
+    return _is_array(x) and (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == np.uint32)
 
 
 def _is_array(x: Any) -> bool:

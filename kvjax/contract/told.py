@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from kvjax.contract.values import Prompts, value
 from kvjax.pallas_kernels.columns import hash_uniform
-from kvjax.pallas_kernels.kinds import Number
+from kvjax.pallas_kernels.kinds import Dtype, Kind, Number
 from kvjax.pallas_kernels.pytree import pytree, static
 
 EMPTY = -1  # the position of a dead slot
@@ -18,6 +18,14 @@ LAST = jnp.iinfo(jnp.int32).max  # later than any position
 UNSCORED = LAST - 1  # the position of a prompt's tokens that stay where others went by scores none of which is a number
 Phase = Literal["prefill", "decode", "replay"]
 Rotate: TypeAlias = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
+
+
+# A function of `AttentionInputs`, hashed by value: equal ones are computed once for all policies. It returns a tree of
+# arrays, or `Columns`, which the kernels sum. In the phase "replay" it is a `Reread` instead.
+Observation = Annotated[
+    Any,
+    Kind("an observation, such as kvjax.observe.Rows()", lambda x: callable(x) or hasattr(x, "__dataclass_fields__")),
+]
 
 
 @value
@@ -74,7 +82,7 @@ class PerSlot:
     """An array "B K S *shape" of memory. It moves and goes with its slot; a new slot starts with 0."""
 
     shape: tuple[int, ...] = ()
-    dtype: Any = jnp.float32
+    dtype: Dtype = jnp.float32
 
 
 @value
@@ -82,7 +90,7 @@ class PerHead:
     """An array "B K *shape" of memory. It starts with `fill` and stays where it is when slots move."""
 
     shape: tuple[int, ...] = ()
-    dtype: Any = jnp.float32
+    dtype: Dtype = jnp.float32
     fill: Number = 0
 
 
@@ -267,11 +275,6 @@ class AttentionInputs:
     window: int | None = None
     softcap: float | None = None
     bias: Float[Array, "B _ S"] | None = None
-
-
-# A function of `AttentionInputs`, hashed by value: equal ones are computed once for all policies. It returns a tree of
-# arrays, or `Columns`, which the kernels sum. In the phase "replay" it is a `Reread` instead.
-Observation = Any
 
 
 class Stats(dict[Any, Any]):

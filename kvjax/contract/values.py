@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import MOST, Kind, check_fields
 from kvjax.pallas_kernels.pytree import described
 
@@ -19,14 +20,13 @@ T = TypeVar("T")
 
 
 def _is_count(n: Any) -> bool:
-    """Whether something is a count; resolve says of numbers what is wrong with them."""
-    return callable(n) or resolve(n, np.ones(1, np.int64)) is not None
+    return callable(n) or (kinds.whole(n) and n >= 0) or (kinds.real(n) and 0 <= n <= 1)
 
 
 # An int is a number of tokens, a float a share of the prompt, a function gets (prompts "M", budgets "M") on the host.
 Count = Annotated[
     int | float | Callable[[Any, Any], Any],
-    Kind("a count: a number of tokens (int), a share of the prompt (float from 0 to 1), or a function", _is_count),
+    Kind("a number of tokens (int), a share of the prompt (float from 0 to 1), or a function of both", _is_count),
 ]
 
 

@@ -217,7 +217,7 @@ def generate_beams_from(
     As in `generate_from`, the state must be planned for `max_new_tokens - 1` more tokens. The arguments, the result and
     the errors are those of `generate_beams`.
     """
-    check_state(model, state)
+    check_state(model, params, state)
     check_logits(model, state, logits)
     rules = length_penalty, early_stopping
     search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences)

@@ -39,11 +39,12 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
 
 def check_model(model: Any, params: PyTree[Any]) -> None:
     """Refuses what is no model, and parameters that are not arrays of floats of the model's names and shapes."""
-    if not hasattr(model, "config") or not hasattr(model, "block"):
-        raise ValueError(f"model is a {type(model).__name__}; give the model that models.load(...) returns")
+    floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+    (leaves, tree), (wanted, shapes) = (jax.tree.flatten(x) for x in (params, getattr(model, "shapes", params)))
+    if leaves and tree == shapes and all(floats(x) and x.shape == y.shape for x, y in zip(leaves, wanted, strict=True)):
+        return
     named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     given = named(params)
-    floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     if odd := [n for n, x in given.items() if not floats(x)]:
         kind = getattr(given[odd[0]], "dtype", type(given[odd[0]]).__name__)
         raise ValueError(f"params{odd[0]} is {kind}, not an array of floats; give what models.load(...) returned")
@@ -127,8 +128,9 @@ def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: A
     return tuple(whole("eos_ids", i, 0, vocab - 1, "end tokens lie in the model's vocabulary") for i in ids)
 
 
-def check_state(model: Any, state: Any) -> None:
-    """Refuses all but a state of this model that can decode."""
+def check_state(model: Any, params: PyTree[Any], state: State) -> None:
+    """Refuses all but parameters of this model, and a state of it that can decode."""
+    check_model(model, params)
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
     config, infos, policies = model.config, state.plan.infos, state.plan.layers

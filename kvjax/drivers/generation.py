@@ -131,11 +131,12 @@ def generate_from(
       ValueError: more tokens than the state was planned for, logits that are not the state's, no `tokens` where the
         sampler asks for them.
     """
-    check_state(model, state)
+    check_state(model, params, state)
     check_logits(model, state, logits)
     ends = check_request(model, Policy(), sampler, eos_ids, pad_id, state.keys)
     check_room(state, max_new_tokens - 1)
-    seen = seen_of(model, _already_read(model, tokens, state)) if sampler.reads_seen else None
+    read = _already_read(model, tokens, state) if sampler.reads_seen or tokens is not None else None
+    seen = seen_of(model, read) if sampler.reads_seen and read is not None else None
     at = begin(logits, state, seen, sampler=sampler, ends=ends)
     return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)
 
@@ -167,7 +168,7 @@ def _generated(
     in_place: bool,
 ) -> Generation:
     """Generates `steps` tokens, the first of which is drawn, in a program for `most`."""
-    count = jnp.int32(steps - 1) if ends or steps < most else None
+    count = jnp.int32(steps - 1) if most > 1 and (ends or steps < most) else None  # no loop of no steps
     how: dict[str, Any] = {"chunk": most - 1, "sampler": sampler, "ends": ends, "pad_id": pad_id}
     found, after = decoded(model, params, at, None, count, in_place=in_place, **how)
     each = _joined(at.token, at.log_prob, found.tokens, found.log_probs, steps=steps, ends=ends)
@@ -205,7 +206,7 @@ def feed(
     Raises:
       ValueError: ids outside the vocabulary, another number of sequences, more tokens than the state was planned for.
     """
-    at, given, reads = given_tokens(model, tokens, state, lengths)
+    at, given, reads = given_tokens(model, params, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]), also=_logits)
     logits = found.also
     logits = logits if reads is None else jnp.where(reads[..., None], logits, jnp.nan)
@@ -229,9 +230,9 @@ def score(
     Raises:
       ValueError: what `feed` refuses, and logits that are not the state's.
     """
-    check_state(model, state)
+    check_state(model, params, state)
     check_logits(model, state, logits)
-    at, given, reads = given_tokens(model, tokens, state, lengths)
+    at, given, reads = given_tokens(model, params, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]))
     T, B = given[0].shape
     first = jnp.zeros_like(at.token) if reads is None else reads.argmax(0)
@@ -242,10 +243,10 @@ def score(
 
 
 def given_tokens(
-    model: Any, tokens: Any, state: State, lengths: Any
+    model: Any, params: PyTree[Any], tokens: Any, state: State, lengths: Any
 ) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
     """(where decoding stands before given tokens, those after the first, which of these are read)."""
-    check_state(model, state)
+    check_state(model, params, state)
     rows = check_rows(model, tokens, lengths, len(state.length))
     B, T = rows.tokens.shape
     check_room(state, rows.lengths)

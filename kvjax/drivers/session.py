@@ -179,7 +179,7 @@ class Session:
         self._check_room(T)
         state = self._state[np.array(rows)]
         state = state if key is None else dataclasses.replace(state, keys=row_keys(key, B))
-        at, given, _ = given_tokens(model, tokens, state, lengths)
+        at, given, _ = given_tokens(model, self._params, tokens, state, lengths)
         more = bucket(T) - T if self._options["buckets"] else 0
         given = jax.tree.map(lambda x: jnp.pad(x, ((0, more), (0, 0))), given)
         _, at = decoded(model, self._params, at, given, jnp.int32(T - 1), in_place=True, chunk=T + more)

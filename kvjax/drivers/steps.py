@@ -236,7 +236,7 @@ def decode_step(
       ValueError: another number of tokens than sequences, ids outside the vocabulary, a state of another model, without
         a prompt, or that has read all the tokens that it was planned for.
     """
-    check_state(model, state)
+    check_state(model, params, state)
     B = len(state.length)
     token = as_array("token", token, np.integer, (B,), "integers, one a sequence")
     if active is not None:

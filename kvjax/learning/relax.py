@@ -19,7 +19,7 @@ Letters: B sequences, L layers, K kv heads, S slots.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -183,7 +183,7 @@ def _softened(policy: Evict, temperature: float) -> Evict:
     return dataclasses.replace(policy, select=soft, layout=dataclasses.replace(layout, pool=False))
 
 
-def with_budgets(state: State, budgets: Float[Array, "*B L K"] | Any) -> State:
+def with_budgets(state: State, budgets: kinds.HeadTable | Annotated[Any, kinds.numbers("B", "L", "K")]) -> State:
     """A state of a relaxed policy that keeps so many tokens of every layer and head, protected ones included.
 
     `with_table` makes a hard policy of them, from their shares of what protected tokens leave.
@@ -204,8 +204,6 @@ def with_budgets(state: State, budgets: Float[Array, "*B L K"] | Any) -> State:
             f"budgets have the shape {budgets.shape}, but the state has {shape[0]} sequences, {shape[1]} layers and "
             f"{shape[2]} heads; give one a head of every layer"
         )
-    if not isinstance(budgets, jax.core.Tracer) and not np.isfinite(np.asarray(budgets)).all():
-        raise ValueError(f"budgets={budgets} must be finite numbers of tokens")
     budgets = jnp.broadcast_to(budgets, shape)
     return _changed(state, lambda soft, i: dataclasses.replace(soft, budgets=budgets[:, i]))
 
@@ -231,7 +229,7 @@ def _changed(state: State, change: Callable[[Softness, int], Softness]) -> State
     return dataclasses.replace(state, hparams=tuple(jax.tree.map(one(i), x, is_leaf=is_soft) for i, x in each))
 
 
-def with_table(policy: Evict, shares: Float[np.ndarray, "L K"] | Any) -> Evict:
+def with_table(policy: Evict, shares: kinds.HeadTable) -> Evict:
     """A policy whose heads get these shares of what protected tokens leave of the model's budget.
 
     Shares are relative to the average, 1. Budgets as `with_budgets` takes them are tokens, protected ones included:
@@ -241,11 +239,8 @@ def with_table(policy: Evict, shares: Float[np.ndarray, "L K"] | Any) -> Evict:
       ValueError: shares that are no table of layers and heads, that are negative or whose mean is not 1, or a policy
         whose budget they cannot divide, such as the full cache or a chain.
     """
-    try:
-        shares = np.asarray(shares, np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"shares={shares!r} are no numbers; give a row a layer, one a head") from None
-    if shares.ndim != 2 or not (shares >= 0).all():
+    shares = np.asarray(shares, np.float64)
+    if not (shares >= 0).all():
         raise ValueError(f"shares have the shape {shares.shape}; give a row a layer, one number from 0 on a head")
     if abs(shares.mean() - 1) > 1e-3:
         raise ValueError(

@@ -230,4 +230,4 @@ def filled(shares: Float[Array, "*batch M"], cap: Float[Array, "*batch M"]) -> F
     return jnp.minimum(lax.fori_loop(0, shares.shape[-1], spread, shares), cap)
 
 
-kinds.doors(__name__)
+kinds.doors(__name__, "soft_top_k", "soft_passes", "mass_rank", "standardised", "simplex", "filled")

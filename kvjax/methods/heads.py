@@ -1,17 +1,17 @@
 """Methods with a policy for every head."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from kvjax.compose import partition_heads
 from kvjax.contract import Amount, Layout, Policy, Proportion
 from kvjax.methods.position import full, streaming_llm
+from kvjax.pallas_kernels.kinds import HeadTable
 
 
 def duo_attention(
-    gates: Any,
+    gates: HeadTable,
     *,
     streaming: Proportion = 0.5,
     sinks: Amount = 64,

@@ -1,13 +1,14 @@
 """Methods that look at keys, values, hidden states, or a model of the queries to come."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from kvjax.budgets import STEP
 from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
 from kvjax.evict import Evict
 from kvjax.observe import FutureQueries
+from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import (
     Capacity,
@@ -137,7 +138,7 @@ def compactor(
     return Evict(Blend((Standardized(Leverage(sketch)), Standardized(votes)), (blend, 1.0)), budget, sinks, recent)
 
 
-def q_filters(budget: Count, filters: Any) -> Evict:
+def q_filters(budget: Count, filters: Annotated[Any, numbers("L", "K", "H")]) -> Evict:
     r"""Keeps the keys that lie against the direction in which a head's queries spread (arXiv 2503.02812).
 
     $S_j = -f \cdot k_j$ with $f$ the first right singular vector of a head's queries (Godey et al., Eq. 2).

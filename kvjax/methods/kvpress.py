@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
@@ -17,6 +17,7 @@ from kvjax.methods.variants import PROMPT, with_score
 from kvjax.methods.votes import finch, kvzip, simlayerkv, snapkv
 from kvjax.observe import ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels import kinds
+from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.attention import Accumulated, Mean, Votes
 from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import Expected, Given, Leverage
@@ -139,7 +140,13 @@ def kvpress_expected_attention(
 
 
 def expected_attention_stats(
-    budget: Count, mean: Any, covariance: Any, *, horizon: Size = 512, sinks: Amount = 4, **options: Any
+    budget: Count,
+    mean: Annotated[Any, numbers("L", "N", "H")],
+    covariance: Annotated[Any, numbers("L", "N", "H", "H")],
+    *,
+    horizon: Size = 512,
+    sinks: Amount = 4,
+    **options: Any,
 ) -> Evict:
     """ExpectedAttentionStatsPress by the moments "L N H" and "L N H H" of a model's queries before rotation."""
     queries = KnownQueries(horizon, sinks, moments=FrozenArrays({"mean": mean, "covariance": covariance}))

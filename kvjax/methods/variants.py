@@ -42,6 +42,7 @@ from kvjax.methods.simulations import NextStepMask, StepwiseMask
 from kvjax.methods.votes import ada_snapkv, defensivekv, headkv, lava, pyramidkv, snapkv
 from kvjax.observe import Rows
 from kvjax.pallas_kernels import kinds
+from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Faded, LastRows, Recency, Uniform, Votes
 from kvjax.scores.blends import Blend, LayerMean, Pooled
 from kvjax.scores.keys import Redundancy
@@ -485,7 +486,14 @@ def defensivekv_released(share: Proportion, *, window: Size = 32, kernel: Odd = 
     return dataclasses.replace(policy, score=Defensive(most, window, kernel))
 
 
-def headkv_factory(budget: int, importance: Any, *, beta: AtLeastOne = 2.0, window: Size = 8, **options: Any) -> Evict:
+def headkv_factory(
+    budget: int,
+    importance: HeadTable,
+    *,
+    beta: AtLeastOne = 2.0,
+    window: Size = 8,
+    **options: Any,
+) -> Evict:
     """HeadKV of KVCache-Factory, for every query head; its capacities leave no room for the window.
 
     Args:

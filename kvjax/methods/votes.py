@@ -12,6 +12,7 @@ from kvjax.decide.rewrite import Match, Merge, Reference, ReferenceAttention
 from kvjax.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
 from kvjax.evict import Evict
 from kvjax.observe import ProjectedValueNorm, Reread, Rows
+from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Accumulated, Repeated, Votes
 from kvjax.scores.blends import Pooled, ValueWeighted
 from kvjax.scores.rows import Defensive, Unsteady
@@ -77,7 +78,14 @@ def ada_pyramid(
     return dataclasses.replace(policy, layers=Pyramid(beta))
 
 
-def headkv(budget: Count, importance: Any, *, beta: AtLeastOne = 1.2, window: Size = 32, kernel: Odd = 7) -> Evict:
+def headkv(
+    budget: Count,
+    importance: HeadTable,
+    *,
+    beta: AtLeastOne = 1.2,
+    window: Size = 32,
+    kernel: Odd = 7,
+) -> Evict:
     r"""Gives more of SnapKV's budget to heads that retrieve and reason (HeadKV, Fu et al., arXiv 2410.19258).
 
     Beside its window every head has $b - b / \beta$ tokens; the rest of the model's budget goes by importance.

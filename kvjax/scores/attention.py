@@ -95,7 +95,7 @@ class Votes(Score):
     rows: Size = 32
     group: Literal["mean", "max", "sum"] = "mean"
     prompt_only: bool = True
-    softmax: Any = None
+    softmax: Callable[..., Any] | None = None
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         votes = Rows(self.rows, group=self.group, softmax=self.softmax)
@@ -304,7 +304,7 @@ class LastRows(Score):
 
     rows: Size = 8
     group: Literal["mean", "max", "sum"] = "mean"
-    softmax: Any = None
+    softmax: Callable[..., Any] | None = None
 
     @property
     def _rows(self) -> Rows:

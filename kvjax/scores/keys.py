@@ -1,6 +1,6 @@
 """Scores that look at keys, values and hidden states, or at a model of the queries to come."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -316,7 +316,7 @@ class Given(Score):
       prompt_only: generated tokens are not observed, and have 0.
     """
 
-    what: Any
+    what: Observation
     prompt_only: bool = False
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:

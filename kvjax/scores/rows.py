@@ -1,5 +1,6 @@
 """Scores that look at the prompt's last rows one by one, where their sum does not say enough."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ class PooledVotes(Score):
     rows: Size = 32
     kernel: Odd = 7
     group: Literal["mean", "max", "sum"] = "mean"
-    softmax: Any = None
+    softmax: Callable[..., Any] | None = None
 
     @property
     def _votes(self) -> Rows:
