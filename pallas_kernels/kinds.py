@@ -120,6 +120,7 @@ SUCH_AS = {
     "AttnStats": "kvjax.forward gives",
     "Sampler": "kvjax.Sample(...) or kvjax.Greedy()",
     "Mesh": "kvjax.make_mesh gives",
+    "PathLike": "pathlib.Path(...)",
     "Reading": "kvjax.analysis.read gives",
     "Columns": "kvjax.pallas_kernels.Columns()",
 }

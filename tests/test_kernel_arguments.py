@@ -39,7 +39,7 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
             lambda: measure(softmax=Softmax(heads=row[0, :1])),
             r"softmax's heads is .* must be integer of shape \(4,\)",
         ),
-        (lambda: attention(q, k, v, row, slots, softcap=0), "softcap=0 must be a number of"),
+        (lambda: attention(q, k, v, row, slots, softcap=0), "softcap=0 must be a number above 0"),
         (lambda: attention(q, k, v, row, slots, window=0), "window=0 must be a whole number from 1"),
         (lambda: attention(q, k, v, row, slots, window=2.5), "window=2.5 must be a whole number"),
         (lambda: attention(q, k, v, row, slots, bias=3), "bias=3 must be a non-empty numpy or JAX array of floats"),

@@ -35,7 +35,7 @@ def test_eight_devices():
             jax.make_mesh((1,), ("batch",)),
             r"mesh has the axes \('batch',\), not \('data', 'heads'\); make it with kvjax.make_mesh",
         ),
-        (jax.devices(), "mesh is a list, not a mesh; make one with kvjax.make_mesh"),
+        (jax.devices(), "mesh=.* must be a Mesh, such as kvjax.make_mesh"),
     ],
     ids=["axis", "list"],
 )

@@ -92,7 +92,7 @@ def test_a_pool_is_read_by_pages_too(shallow):
     ("make", "message"),
     [
         (lambda: methods.quest(8), "a budget of 8 tokens holds no page of 16; raise it, or shrink pages"),
-        (lambda: ReadPages(4, 0), "a page of 0 tokens holds none; give size=1 or more"),
+        (lambda: ReadPages(4, 0), "size=0 must be a whole number from 1"),
         (lambda: kvjax.chain(methods.streaming_llm(8), QUEST), 'use positions="rank" in a chain'),
     ],
 )

@@ -35,10 +35,8 @@ def make_mesh(data: Size = 1, heads: Size = 1) -> Mesh:
     return Mesh(np.array(found[:wanted]).reshape(shape), AXES)
 
 
-def _check_axes(mesh: Any) -> None:
+def _check_axes(mesh: Mesh) -> None:
     """Refuses what is no mesh of rows and heads."""
-    if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh is a {type(mesh).__name__}, not a mesh; make one with kvjax.make_mesh(data=4, heads=2)")
     if mesh.axis_names != AXES:
         raise ValueError(f"mesh has the axes {mesh.axis_names}, not {AXES}; make it with kvjax.make_mesh")
 

@@ -38,8 +38,6 @@ def encode(
         messages that the template refuses.
     """
     check_tokenizer(tokenizer)
-    if bos is not None and not isinstance(bos, bool):
-        raise ValueError(f"bos={bos!r} must be True, False, or None for what the tokenizer does")
     if not isinstance(prompt, str):
         prompt = rendered(tokenizer, prompt, **template)
     elif template:

@@ -73,10 +73,6 @@ def _score(importance: Importance, first: Amount, scope: Count) -> Score:
         "recency": Recency(),
         "random": Uniform(),
     }
-    if importance not in scores:
-        raise ValueError(
-            f"importance={importance!r} does not exist; give one of 'roco', {', '.join(map(repr, scores))}"
-        )
     return scores[importance]
 
 
