@@ -167,7 +167,7 @@ def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...]) -> None:
 
 
 def init_policy_params(
-    config: Any, policy: Policy, key: Key[Array, ""], *, width: int = 0, max_new_tokens: int = 0
+    config: Any, policy: Policy, key: Key[Array, ""], *, width: Amount = 0, max_new_tokens: Amount = 0
 ) -> tuple[Any, ...]:
     """Learned parameters of a policy to begin with, a tree for every layer: what `policy_params=` takes.
 

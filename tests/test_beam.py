@@ -268,7 +268,7 @@ def test_an_equal_search_compiles_nothing(search):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_beams": 0}, "num_beams=0 must be a whole number from 1 to 41; search with at least 1 beam"),
+        ({"num_beams": 0}, "num_beams=0 must be a whole number from 1"),
         ({"num_beams": 42}, "num_beams=42 must be a whole number from 1 to 41"),
         ({"num_beams": 40, "eos_ids": (1, 1, 2)}, r"has 39 that do not end a sequence \(41 less 2 of eos_ids\)"),
         ({"num_return_sequences": 5}, "num_return_sequences=5 must be a whole number from 1 to 3; there are num_beams"),

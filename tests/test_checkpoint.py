@@ -143,7 +143,7 @@ def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
     path, state = stored
     load = lambda path=path, model=shallow, policy=methods.h2o(8): checkpoint.load_state(path, *model, policy=policy)
     for wrong in (None, 3, ""):
-        with pytest.raises(ValueError, match="is not the path of a file|path=.* must be text, or a PathLike"):
+        with pytest.raises(ValueError, match=r"is not the path of a file|path=.* must be text, or a PathLike"):
             load(wrong)
     with pytest.raises(ValueError, match=r"there is no file .*nowhere"):
         load(tmp_path / "nowhere")
@@ -158,7 +158,7 @@ def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
         load(model=(shallow[0], flipped))
     with pytest.raises(ValueError, match=r"was made under Evict\(.*budget=8.*\), not under .*budget=9.*give the same"):
         load(policy=methods.h2o(9))
-    with pytest.raises(ValueError, match="policy is a NoneType, not a Policy"):
+    with pytest.raises(ValueError, match="policy=None must be a Policy"):
         load(policy=None)
     with pytest.raises(ValueError, match="state is a Evict, not a State"):
         checkpoint.save_state(tmp_path / "new", *shallow, methods.h2o(8), policy=methods.h2o(8))

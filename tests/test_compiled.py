@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_made(untold):
 
 @pytest.mark.parametrize("folder", ["", b"bytes", 3, "gs://bucket/programs"])
 def test_what_is_no_local_folder(untold, folder):
-    with pytest.raises(ValueError, match="is no local folder; give its path|folder=.* must be text, or a PathLike"):
+    with pytest.raises(ValueError, match=r"is no local folder; give its path|folder=.* must be text, or a PathLike"):
         kvjax.keep_compiled(folder)
     with pytest.raises(ValueError, match="cannot be kept in"):
         kvjax.keep_compiled("a\0b")

@@ -162,7 +162,7 @@ def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_p
             "headkv",
             "importance",
             lambda f: np.save(f, np.ones((4, 4, 8))),
-            r"importance is of shape \(4, 4, 8\)",
+            r"importance=float64.4, 4, 8. must be finite numbers of shape \(L, K\)",
         ),
         ("q_filters", "filters", lambda f: np.savez(f, a=np.ones(3)), "has 1 arrays, but filters are one"),
         ("kvzap", "function", lambda f: np.save(f, np.ones(3)), r"has one array of the shape \(3,\)"),

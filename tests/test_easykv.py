@@ -25,7 +25,7 @@ def test_block_sizes_are_positive_and_make_up_the_prompt(mode):
     assert block_sizes(346, 21, 80, "encoding") == BlockSizes(21, 101, 26, 26)
     for n, budget, stride in itertools.product(range(1, 25), range(26), range(8)):
         if budget < 1 or stride < 1:
-            with pytest.raises(ValueError, match="at least 1|stride=0 must be"):
+            with pytest.raises(ValueError, match=r"at least 1|stride=0 must be"):
                 block_sizes(n, budget, stride, mode)
             continue
         final = max(c for c in range(1, budget + stride + 1) if (n - c) % stride == 0)

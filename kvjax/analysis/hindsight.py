@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.contract import Positive, Size
 from kvjax.pallas_kernels import Columns, attention
 
 Across = Literal["head", "layer", "model"]
@@ -28,8 +29,8 @@ def future_attention(
     *,
     bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    window: Size | None = None,
+    softcap: Positive | None = None,
 ) -> Float[Array, "B N S"]:
     """The share of a row's attention that every token receives, averaged over R query rows, for each query head.
 
@@ -44,7 +45,7 @@ def future_attention(
     return total / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(total.dtype)[:, None, None]
 
 
-def of_kv_heads(mass: Float[Array, "B N S"], num_kv_heads: int) -> Float[Array, "B K S"]:
+def of_kv_heads(mass: Float[Array, "B N S"], num_kv_heads: Size) -> Float[Array, "B K S"]:
     """The mean over the query heads of every kv head."""
     B, N, S = mass.shape
     return mass.reshape(B, num_kv_heads, N // num_kv_heads, S).mean(2)

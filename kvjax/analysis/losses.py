@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import EMPTY
+from kvjax.contract import EMPTY, Positive, Size
 from kvjax.decide.select import best
 from kvjax.drivers.checks import as_array, check_lengths, traced
 from kvjax.pallas_kernels import attention
@@ -132,8 +132,8 @@ def layer_loss(
     lengths: Any = None,
     bias: Float[Array, "B N S"] | None = None,
     scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    window: Size | None = None,
+    softcap: Positive | None = None,
 ) -> LayerLoss:
     """The exact cost of a keep mask in one layer, for the last R of S tokens as query rows.
 

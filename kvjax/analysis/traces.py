@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.analysis.losses import by_query_head
 from kvjax.analysis.reading import Reading
-from kvjax.contract import AttentionInputs, value
+from kvjax.contract import AttentionInputs, Size, value
 from kvjax.observe import votes
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -62,7 +62,7 @@ class VotingRows:
       rows: how many of the new tokens vote.
     """
 
-    rows: int
+    rows: Size
 
     def __post_init__(self):
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:

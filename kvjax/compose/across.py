@@ -223,7 +223,7 @@ class AcrossLayers(Policy):
         return dataclasses.replace(ctx, hparams=ctx.hparams[0])
 
 
-def across_layers(policy: Evict, by: Any, *, max_ratio: float = 2.0) -> Policy:
+def across_layers(policy: Evict, by: Any, *, max_ratio: AtLeastOne = 2.0) -> Policy:
     """The same policy, whose layers compete for the model's budget when all of them have read the prompt.
 
     Args:

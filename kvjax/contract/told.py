@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from kvjax.contract.values import Prompts, value
 from kvjax.pallas_kernels.columns import hash_uniform
-from kvjax.pallas_kernels.kinds import Dtype, Kind, Number
+from kvjax.pallas_kernels.kinds import Amount, Dtype, Kind, Number, Size
 from kvjax.pallas_kernels.pytree import pytree, static
 
 EMPTY = -1  # the position of a dead slot
@@ -43,15 +43,15 @@ class LayerInfo:
       window: the layer's sliding window in tokens, None for none.
     """
 
-    layer: int
-    num_layers: int
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    prompt_len: int
-    max_new_tokens: int
-    embed_dim: int = 0
-    window: int | None = None
+    layer: Amount
+    num_layers: Size
+    num_query_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    prompt_len: Amount
+    max_new_tokens: Amount
+    embed_dim: Amount = 0
+    window: Size | None = None
 
 
 @value
@@ -71,7 +71,7 @@ class Layout:
     """
 
     positions: Literal["original", "rank", "shifted"] = "original"
-    sinks: int = 0
+    sinks: Amount = 0
     pool: bool = False
     by_query_head: bool = False
     prompt: Literal["any", "whole", "rows"] = "any"

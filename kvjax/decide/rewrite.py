@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.contract import (
     EMPTY,
+    Amount,
     AttentionInputs,
     Cosine,
     Decision,
@@ -101,7 +102,7 @@ class Match(Rewrite):
     weights: bool = True
     values: bool = True
     bound: Positive = 3.0
-    steps: int = 2
+    steps: Amount = 2
 
     writes = "v", "log_weight"
 

@@ -250,7 +250,7 @@ class LazyOrAll(Select):
       threshold: a layer is lazy if protected slots have more than this share of the attention, the mean over heads.
     """
 
-    threshold: float
+    threshold: Proportion
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         safe = slots.protected

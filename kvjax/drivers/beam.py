@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Policy, Size
+from kvjax.contract import Amount, Policy, Size
 from kvjax.contract.checks import whole
 from kvjax.drivers.checks import check_logits, check_model, check_prompts, check_request, check_room, check_state
 from kvjax.drivers.loop import NO_TOKEN
@@ -129,7 +129,7 @@ def _pick(x: Int[Array, "B I *rest"], index: Int[Array, "B J"]) -> Int[Array, "B
 
 
 def _candidates(
-    logits: Float[Array, "BP V"], scores: Float[Array, "B P"], num_beams: int, num_ends: int
+    logits: Float[Array, "BP V"], scores: Float[Array, "B P"], num_beams: Size, num_ends: int
 ) -> _Candidates:
     """Enough of the best continuations to have `num_beams` among them that do not end.
 
@@ -154,7 +154,7 @@ def _continued(
 
 
 def _run_on(
-    running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], num_beams: int
+    running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], num_beams: Size
 ) -> _Running:
     """The best candidates that do not end, each with a copy of its parent's cache."""
     P = running.scores.shape[1]
@@ -204,13 +204,13 @@ def generate_beams_from(
     logits: Float[Array, "B V"],
     state: State,
     *,
-    num_beams: int = 4,
+    num_beams: Size = 4,
     max_new_tokens: Size,
     eos_ids: int | Sequence[int] | None = None,
-    pad_id: int = 0,
+    pad_id: Amount = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    num_return_sequences: int = 1,
+    num_return_sequences: Size = 1,
 ) -> Beams:
     """Beam search from the logits and the state that `prefill`, `feed` or `generate_from` returned.
 
@@ -234,10 +234,10 @@ def _search(
     state: State,
     rules: _Rules,
     *,
-    num_beams: int,
+    num_beams: Size,
     most: int,
     ends: tuple[int, ...],
-    pad_id: int,
+    pad_id: Amount,
     num_returned: int,
 ) -> Beams:
     """The search, in a program for hypotheses of at most `most` tokens. Its loop ends with the last open sequence."""
@@ -277,15 +277,15 @@ def generate_beams(
     tokens: Any,
     *,
     policy: Policy = Policy(),
-    num_beams: int = 4,
+    num_beams: Size = 4,
     max_new_tokens: Size,
     lengths: Any = None,
     attention_mask: Any = None,
     eos_ids: int | Sequence[int] | None = None,
-    pad_id: int = 0,
+    pad_id: Amount = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    num_return_sequences: int = 1,
+    num_return_sequences: Size = 1,
     key: Any = None,
     plan: Plan | None = None,
     policy_params: Any = None,
@@ -342,13 +342,13 @@ def generate_beams(
 
 def checked_search(
     model: Any,
-    num_beams: int,
+    num_beams: Size,
     max_new_tokens: Size,
     eos_ids: int | Sequence[int] | None,
-    pad_id: int = 0,
+    pad_id: Amount = 0,
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    num_return_sequences: int = 1,
+    num_return_sequences: Size = 1,
     policy: Policy = Policy(),
 ) -> dict[str, Any]:
     """Checks the options of a search, and returns the static ones of `_search`."""
@@ -372,7 +372,9 @@ def checked_search(
     return {"num_beams": num_beams, "ends": eos, "pad_id": int(pad_id), "num_returned": num_return_sequences}
 
 
-def _rules(num_beams: int, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int) -> _Rules:
+def _rules(
+    num_beams: Size, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int
+) -> _Rules:
     """The `_Rules` of one search, in tables for `most` tokens."""
     longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
     n = np.clip(np.arange(most + 1, dtype=np.float64), 1, max_new_tokens)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Policy, Size
+from kvjax.contract import Amount, Policy, Size
 from kvjax.drivers.checks import (
     as_array,
     check_logits,
@@ -62,9 +62,9 @@ def generate(
     attention_mask: Any = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
-    pad_id: int = 0,
+    pad_id: Amount = 0,
     key: Any = None,
-    block: int | None = None,
+    block: Size | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
     mesh: Mesh | None = None,
@@ -114,7 +114,7 @@ def generate_from(
     max_new_tokens: Size,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
-    pad_id: int = 0,
+    pad_id: Amount = 0,
     tokens: Any = None,
 ) -> Generation:
     """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
@@ -164,7 +164,7 @@ def _generated(
     most: int,
     sampler: Sampler,
     ends: tuple[int, ...],
-    pad_id: int,
+    pad_id: Amount,
     in_place: bool,
 ) -> Generation:
     """Generates `steps` tokens, the first of which is drawn, in a program for `most`."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from kvjax.contract import MOST, Policy, Size
+from kvjax.contract import MOST, Amount, Policy, Size
 from kvjax.drivers.checks import check_model, check_positions, check_prompts, check_request, traced
 from kvjax.drivers.generation import seen_of
 from kvjax.drivers.interrupts import uninterrupted
@@ -173,9 +173,9 @@ def stream(
     attention_mask: Any = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
-    pad_id: int = 0,
+    pad_id: Amount = 0,
     key: Any = None,
-    block: int | None = None,
+    block: Size | None = None,
     plan: Plan | None = None,
     policy_params: Any = None,
     buckets: bool = True,

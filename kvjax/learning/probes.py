@@ -31,7 +31,7 @@ class QueryMoments:
     """
 
     rotated: bool = True
-    skip: int = 0
+    skip: Amount = 0
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"], Array]:
         q = (inputs.q if self.rotated else inputs.raw_q).astype(jnp.float32)

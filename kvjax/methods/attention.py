@@ -1,7 +1,7 @@
 """Methods that accumulate attention, of prompt and generated text alike."""
 
 from kvjax.budgets import STEP, Combined, Of, Schedule, Share
-from kvjax.contract import Cosine, Count, Odd, Proportion, Size
+from kvjax.contract import Cosine, Count, Odd, Positive, Proportion, Size
 from kvjax.evict import Evict
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated, History, LastRows, Mean, SparedByDeviation, ValuePrior, Votes
@@ -83,7 +83,7 @@ def tova(budget: Count) -> Evict:
     return Evict(LayerMean(Votes(1, prompt_only=False)), budget, when=STEP)
 
 
-def keyformer(budget: Count, *, recent: Count = Share(0.3), tau: tuple[float, float] = (1.0, 2.0)) -> Evict:
+def keyformer(budget: Count, *, recent: Count = Share(0.3), tau: tuple[Positive, Positive] = (1.0, 2.0)) -> Evict:
     r"""Keeps what a noisy softmax with a growing temperature attends to (Keyformer, Adnan et al., arXiv 2403.09054).
 
     $S_j = \sum_i \mathrm{softmax}((x_{ij} + \zeta) / \tau_t)$ over all rows (Eq. 8 to 10) with Gumbel noise

@@ -37,7 +37,7 @@ from kvjax.scores.attention import Recency
 class EveryOther:
     """Shows a row its own token, and those at distances that `step` divides."""
 
-    step: int
+    step: Size
 
     def __call__(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Bool[Array, "B K S"]:
         """The slots that the newest row reads."""
@@ -86,7 +86,7 @@ class DropChannels(Policy):
         return kv if ctx.phase == "decode" else kv.replace(channels=self.channels(kv, stats))
 
 
-def think(channels: float = 0.5, *, rows: Size = 32) -> DropChannels:
+def think(channels: Proportion = 0.5, *, rows: Size = 32) -> DropChannels:
     r"""Drops the key channels that matter least to the last queries (ThinK, Xu et al., arXiv 2407.21018).
 
     A channel's score is $\mathrm{mean}_i(q_{ic}^2) \, \mathrm{mean}_j(k_{jc}^2)$ (section 3.2). Chain it behind a
@@ -210,7 +210,7 @@ class FirstLayers(Policy):
 
     first: Policy
     rest: Policy
-    num: int
+    num: Amount
 
     def __post_init__(self) -> None:
         if self.first.joint or self.rest.joint:

@@ -23,7 +23,7 @@ from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import Expected, Given, Leverage
 
 
-def kept(r: float) -> Truncated:
+def kept(r: Proportion) -> Truncated:
     """The budget of a press: `int(n * (1 - r))` tokens (D-45)."""
     if not 0 <= r < 1:
         raise ValueError(f"a compression ratio of {r} removes more than there is, or less than nothing; give 0 to 1")
@@ -38,7 +38,7 @@ def cut_window(policy: Evict, window: Size) -> Evict:
 # ------------------------------------------------------------------------------------------------ attention
 
 
-def kvpress_snapkv(r: float, *, window: Size = 64, kernel: Odd = 5) -> Evict:
+def kvpress_snapkv(r: Proportion, *, window: Size = 64, kernel: Odd = 5) -> Evict:
     """SnapKVPress. A budget that does not hold the window keeps the newest of it."""
     return cut_window(snapkv(kept(r), window=window, kernel=kernel, pooling="avg"), window)
 
@@ -50,23 +50,23 @@ def pyramidkv_kvpress(budget: int | float, *, beta: AtLeastOne = 20.0, window: S
     return dataclasses.replace(policy, layers=InclusivePyramid(beta, share))
 
 
-def kvpress_pyramidkv(r: float, *, window: Size = 64, kernel: Odd = 5, beta: AtLeastOne = 20.0) -> Evict:
+def kvpress_pyramidkv(r: Proportion, *, window: Size = 64, kernel: Odd = 5, beta: AtLeastOne = 20.0) -> Evict:
     """PyramidKVPress."""
     return pyramidkv_kvpress(1 - r, beta=beta, window=window, kernel=kernel)
 
 
-def kvpress_tova(r: float) -> Evict:
+def kvpress_tova(r: Proportion) -> Evict:
     """TOVAPress: the last token stays (D-08)."""
     return Evict(LayerMean(Votes(1)), kept(r), 0, 1)
 
 
-def kvpress_observed_attention(r: float) -> Evict:
+def kvpress_observed_attention(r: Proportion) -> Evict:
     """ObservedAttentionPress: the mean attention of the prompt's rows."""
     return Evict(Mean(), kept(r))
 
 
 def kvpress_finch(
-    r: float, *, window: Size, chunk: Size | None = None, normalize: bool = True, rerotate: bool = True
+    r: Proportion, *, window: Size, chunk: Size | None = None, normalize: bool = True, rerotate: bool = True
 ) -> Evict:
     """FinchPress, whose question has `window` tokens.
 
@@ -83,7 +83,7 @@ def kvpress_finch(
     return policy if rerotate else dataclasses.replace(policy, layout=Layout())
 
 
-def kvpress_simlayerkv(threshold: float, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
+def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
     """SimLayerKVPress: attention counts to tokens before the voting rows, which are left out of what stays."""
     if recent <= rows:
         raise ValueError(f"recent={recent} tokens less the {rows} voting rows are none; raise recent")
@@ -91,7 +91,7 @@ def kvpress_simlayerkv(threshold: float, *, sinks: Amount = 4, recent: Amount = 
     return dataclasses.replace(policy, select=LazyBefore(threshold, sinks, recent, rows))
 
 
-def kvpress_kvzip(r: float, how: Reread = Reread()) -> Evict:
+def kvpress_kvzip(r: Proportion, how: Reread = Reread()) -> Evict:
     """KVzipPress with `layerwise=True`."""
     return kvzip(kept(r), how)
 
@@ -99,23 +99,23 @@ def kvpress_kvzip(r: float, how: Reread = Reread()) -> Evict:
 # ------------------------------------------------------------------------------------------------ keys
 
 
-def kvpress_knorm(r: float) -> Evict:
+def kvpress_knorm(r: Proportion) -> Evict:
     """KnormPress."""
     return knorm(kept(r))
 
 
-def kvpress_keydiff(r: float) -> Evict:
+def kvpress_keydiff(r: Proportion) -> Evict:
     """KeyDiffPress."""
     return keydiff(kept(r))
 
 
-def kvpress_lagkv(r: float, *, lag: Size = 128, sinks: Amount = 4, cross: bool = False) -> Evict:
+def kvpress_lagkv(r: Proportion, *, lag: Size = 128, sinks: Amount = 4, cross: bool = False) -> Evict:
     """LagKVPress; `cross` is its `cross_scoring`."""
     return with_score(lagkv(kept(r), lag=lag, sinks=sinks), cross=cross)
 
 
 def kvpress_curdkv(
-    r: float,
+    r: Proportion,
     *,
     of: Literal["product", "mean", "key", "value"] = "product",
     partition: Size | None = 16,
@@ -126,7 +126,7 @@ def kvpress_curdkv(
 
 
 def kvpress_expected_attention(
-    r: float,
+    r: Proportion,
     *,
     horizon: Size = 512,
     sinks: Amount = 4,
@@ -154,12 +154,12 @@ def expected_attention_stats(
     return dataclasses.replace(policy, score=Expected(queries, **options))
 
 
-def kvpress_capkv(r: float, *, tau: NonNegative = 5.0, horizon: Size = 512, sinks: Amount = 4) -> Evict:
+def kvpress_capkv(r: Proportion, *, tau: NonNegative = 5.0, horizon: Size = 512, sinks: Amount = 4) -> Evict:
     """CapPress."""
     return capkv(kept(r), tau=tau, horizon=horizon, sinks=sinks)
 
 
-def kvpress_leverage(r: float, *, sketch: Size | None = 48) -> Evict:
+def kvpress_leverage(r: Proportion, *, sketch: Size | None = 48) -> Evict:
     """LeverageScorePress; sketches are other draws."""
     return Evict(Leverage(sketch), kept(r))
 
@@ -169,13 +169,13 @@ def _chunk_votes(chunk: Size, sinks: Amount, recent: Amount) -> Standardized:
     return Standardized(Pooled(ValueWeighted(Given(chunks, prompt_only=True)), "avg", 3))
 
 
-def kvpress_non_causal(r: float, *, chunk: Size = 256) -> Evict:
+def kvpress_non_causal(r: Proportion, *, chunk: Size = 256) -> Evict:
     """NonCausalAttnPress, which fills up the last chunk."""
     return Evict(_chunk_votes(chunk, 0, 0), kept(r))
 
 
 def kvpress_compactor(
-    r: float,
+    r: Proportion,
     *,
     chunk: Size = 256,
     sketch: Size | None = 48,
@@ -189,7 +189,7 @@ def kvpress_compactor(
     return with_score(policy, scores=(score.scores[0], _chunk_votes(chunk, sinks, recent)))
 
 
-def kvpress_kvzap(r: float, function: Callable[..., Any]) -> Evict:
+def kvpress_kvzap(r: Proportion, function: Callable[..., Any]) -> Evict:
     """KVzapPress: the prompt alone is evicted."""
     return dataclasses.replace(kvzap(kept(r), function, recent=0), when=PROMPT)
 
@@ -197,12 +197,12 @@ def kvpress_kvzap(r: float, function: Callable[..., Any]) -> Evict:
 # ------------------------------------------------------------------------------------------------ positions
 
 
-def kvpress_streaming_llm(r: float, *, sinks: Amount = 4) -> Evict:
+def kvpress_streaming_llm(r: Proportion, *, sinks: Amount = 4) -> Evict:
     """StreamingLLMPress."""
     return dataclasses.replace(streaming_llm(kept(r), sinks=sinks), when=PROMPT, layout=Layout())
 
 
-def kvpress_random(r: float) -> Evict:
+def kvpress_random(r: Proportion) -> Evict:
     """RandomPress; draws are other ones."""
     return dataclasses.replace(random(kept(r)), recent=0, when=PROMPT)
 
@@ -261,7 +261,7 @@ def kvpress_dms(base: Evict, threshold: float, *, recent: Count, decoding: bool 
     return dataclasses.replace(base, select=AtLeast(threshold), recent=recent, when=schedule)
 
 
-def kvpress_think(channels: float = 0.5, *, rows: Size = 32) -> ZeroChannels:
+def kvpress_think(channels: Proportion = 0.5, *, rows: Size = 32) -> ZeroChannels:
     """ThinKPress, which sets channels of the prompt's keys to 0."""
     return ZeroChannels(channels, rows)
 

@@ -153,7 +153,7 @@ def finch(budget: Count, *, window: Size = 32, chunk: Size | None = None) -> Evi
     return Evict(score, budget, 0, window, select=select, layout=Layout(positions="rank"))
 
 
-def simlayerkv(threshold: float, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
+def simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
     """Keeps the first and last tokens alone in lazy layers, which look at nothing else (SimLayerKV, arXiv 2410.13846).
 
     A layer is lazy if the prompt's last `rows` rows give those tokens more than `threshold` of their attention, on

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from kvjax.contract.checks import whole
+from kvjax.contract import Size
 from kvjax.plot.style import columns_for, figure_of, panels, wrapped
 
 Sample = Mapping[str, Any]
@@ -19,9 +19,9 @@ so that lines of `samples.jsonl` do."""
 def depth_against_length(
     samples: Mapping[str, Sequence[Sample]],
     *,
-    depths: int | None = None,
-    lengths: int | None = None,
-    columns: int | None = None,
+    depths: Size | None = None,
+    lengths: Size | None = None,
+    columns: Size | None = None,
     axes: Any = None,
 ) -> Figure:
     """Which share of needles each policy finds, a map for every policy, with how many of how many in every cell.
@@ -37,9 +37,6 @@ def depth_against_length(
       ValueError: nothing to draw; needles without a depth, length or score, or beyond their range; other axes than
         policies.
     """
-    for name, n in (("depths", depths), ("lengths", lengths), ("columns", columns)):
-        if n is not None:
-            whole(name, n)
     tables = {name: _table(name, rows) for name, rows in samples.items()}
     every = np.concatenate([*tables.values(), np.zeros((0, 3))])
     (deep, rows), (long, bands) = _depth_bands(every[:, 0], depths), _length_bands(every[:, 1], lengths)

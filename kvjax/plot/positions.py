@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.transforms import offset_copy
 
-from kvjax.contract import Decision
+from kvjax.contract import Amount, Decision, Size
 from kvjax.contract.checks import whole
 from kvjax.drivers.state import State
 from kvjax.plot.style import COLOURS, figure_of, panels, wrapped
@@ -34,10 +34,10 @@ _BLUE, _GREY, _MARKED = COLOURS[0], "0.65", COLOURS[1:5]
 def kept_positions(
     kept: Kept | Mapping[str, Kept],
     *,
-    length: int | None = None,
+    length: Size | None = None,
     markers: Markers | None = None,
     layers: Sequence[int] | None = None,
-    row: int = 0,
+    row: Amount = 0,
     axes: Any = None,
 ) -> Figure:
     """Which tokens of one prompt each policy holds: a row for every head, by layer, with the share that is held.
@@ -59,7 +59,7 @@ def kept_positions(
     named = kept if isinstance(kept, Mapping) else {"": kept}
     found = {name: _masks(name, one, row) for name, one in named.items()}
     last = max((n for _, n in found.values()), default=1)
-    end = last if length is None else whole("length", length)
+    end = last if length is None else length
     if end < last:
         raise ValueError(f"length={length}, but position {last - 1} is held; give the prompt's own length")
     spans = _spans(markers, end)
@@ -94,8 +94,8 @@ def scores(
     *,
     markers: Markers | None = None,
     layers: Sequence[int] | None = None,
-    head: int | None = None,
-    row: int = 0,
+    head: Amount | None = None,
+    row: Amount = 0,
     yscale: Literal["linear", "log", "symlog"] | None = None,
     axes: Any = None,
 ) -> Figure:

@@ -1,0 +1,90 @@
+"""What parameters may be, by their annotations, at every public door."""
+
+import typing
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import methods
+from kvjax.contract import Score
+from tests.tools import fuzz
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+IDS = {  # parameters that are whole numbers of no range of their own: ids, shapes, and what is checked with the rest
+    *(
+        "eos_ids",
+        "special",
+        "punctuation",
+        "tokens",
+        "prompt",
+        "repeat",
+        "repeat_next",
+        "suffix",
+        "shape",
+        "capacities",
+    ),
+    *("markers", "layers", "budget", "curves", "heads", "top_k"),
+}
+
+
+def _has_bare(hint):
+    """Whether an annotation allows any whole number."""
+    return hint is int or (
+        typing.get_origin(hint) is not typing.Annotated and any(map(_has_bare, typing.get_args(hint)))
+    )
+
+
+def test_every_whole_number_has_its_range():
+    doors = [x for modules in fuzz.MODULES.values() for m in modules for x in fuzz.entrances(m)]
+    bare = {
+        f"{name}.{n}" for name, f in doors for n, (hint, _) in fuzz.hints(f).items() if _has_bare(hint) and n not in IDS
+    }
+    assert not bare
+
+
+def test_bad_values_are_refused_by_the_library_itself():
+    """Some of all calls; `python -m tests.tools.fuzz` makes all of them."""
+    found, wrong = fuzz.table(every=29)
+    total = sum((n for n in found.values()), start=type(found["plot"])())
+    assert not total["silent"], wrong
+    assert total["unclear"] <= 0.01 * total.total(), wrong
+    assert total["clear"] > 600
+
+
+class Own(Score):
+    """A user's score, whose field may be any whole number, and whose default is what it is."""
+
+    shift: int = -3
+    name: str = None
+
+    def __call__(self, slots):
+        return slots.kv.pos + self.shift
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Own(shift="3"), "Own: shift='3' must be a whole number"),
+        (lambda: methods.chunkkv(0.25), r"base=0.25 must be an Evict, such as kvjax.methods.h2o\(64\)"),
+        (
+            lambda: kvjax.chain(methods.h2o, methods.h2o(8)),
+            r"policies=h2o must be a Policy.*; give what it makes, h2o\(",
+        ),
+        (lambda: methods.cake(24, entropy=0), "entropy=0 must be a number of 0.2 or more"),
+        (lambda: methods.fastgen((1,), (2,), recovery=0), "recovery=0 must be a number above 0, at most 1"),
+        (lambda: methods.think(rows=0), "rows=0 must be a whole number from 1"),
+        (lambda: methods.lagkv(8, lag=np.nan), "lag=nan must be a whole number"),
+        (lambda: kvjax.budgets.HeadShares(((-1.0, 1.0),) * 4), "weights=.* must be a tuple of which each"),
+    ],
+)
+def test_errors_name_the_parameter_and_what_it_may_be(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_lists_of_numbers_are_arrays_and_own_fields_keep_their_defaults():
+    q = np.arange(64.0).reshape(1, 2, 8, 4)
+    expected = kvjax.evict_layer(methods.h2o(4), q, q, q).pos
+    np.testing.assert_array_equal(kvjax.evict_layer(methods.h2o(4), q.tolist(), q.tolist(), q.tolist()).pos, expected)
+    assert Own(np.int64(-7)) == Own(-7)
