@@ -88,6 +88,14 @@ def test_a_share_of_chunks():
     assert (len(kept(make(0.25), 39)[0]), len(kept(make(9), 39)[0])) == (9, 4)
 
 
+def test_a_share_of_chunks_as_released_code_rounds_it():
+    """15 chunks of 102 tokens: 15 * (1 - 0.8) is below 3 in binary fractions; a fifth of them is 3."""
+    arrays = tensors.qkv(1, T=102, B=1)
+    chunks = lambda policy: np.unique(np.nonzero(np.asarray(kvjax.evict_layer(policy, *arrays).live[0, 0]))[0] // 7)
+    assert len(chunks(kvpress.kvpress_chunkkv(kvpress.kvpress_knorm(0.8), size=7))) == int(15 * (1 - 0.8)) == 2
+    assert len(chunks(methods.chunkkv(methods.knorm(0.2), size=7))) == 3
+
+
 @pytest.mark.parametrize("budget", [0.25, 16])
 def test_chunks_of_a_prompt_in_blocks(shallow, budget):
     """A share is one of the prompt, not of what is left of it after every block."""

@@ -4,12 +4,30 @@ Scores have no gradient here, and are computed once: XLA may compute a float twi
 number taken from a score and compared with the same score may lose a token. A barrier stands before each comparison.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import LAST, Count, NonNegative, Observation, Phase, Proportion, Select, Size, Slots, count, resolve
+from kvjax.contract import (
+    LAST,
+    Count,
+    LayerInfo,
+    NonNegative,
+    Observation,
+    Phase,
+    Prompts,
+    Proportion,
+    Select,
+    Size,
+    Slots,
+    Tree,
+    count,
+    data,
+    resolve,
+)
 from kvjax.observe import segment_sum
 
 
@@ -151,16 +169,24 @@ class Chunks(Select):
 
     Attributes:
       size: tokens of a chunk.
-      share: the share of the chunks that stays; None for the budget's share of the tokens. The two differ where the
-        budget was rounded to whole tokens.
+      share: how many chunks stay, a count of their number, where it gave the budget too; None for the budget's share of
+        the tokens. The two differ where the budget was rounded to whole tokens.
     """
 
     size: Size = 20
-    share: Proportion | None = None
+    share: Count | None = data(default=None)
 
     @property
     def slack(self) -> int:
         return self.size
+
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
+        num = -(-lengths // self.size)
+        wanted = num * budget // np.maximum(lengths, 1)
+        if self.share is not None:
+            asked = np.maximum(resolve(self.share, lengths), 1)
+            wanted = np.where(budget == asked, resolve(self.share, num), wanted)
+        return Tree(wanted=jnp.asarray(wanted, jnp.int32), budget=jnp.asarray(budget, jnp.int32))
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, ctx, safe = slots.kv, slots.ctx, slots.protected
@@ -186,14 +212,10 @@ class Chunks(Select):
         slots: Slots,
     ) -> Int[Array, "B"]:
         """How many chunks stay: their share, as long as no head exceeds its budget by a whole chunk."""
-        ctx, exist, live = slots.ctx, (tokens.sum(1) > 0).sum(-1), slots.kv.num_live.max(-1)
-        wanted = budget / jnp.maximum(live, 1)
-        if self.share is not None:
-            asked = self.share * ctx.prompt_length.astype(jnp.float32)
-            wanted = jnp.where(
-                (live == ctx.prompt_length) & (jnp.abs(budget.astype(jnp.float32) - asked) < 1), self.share, wanted
-            )
-        wanted = jnp.maximum(jnp.floor(exist.astype(jnp.float32) * wanted + 1e-5).astype(jnp.int32), 1)
+        exist, live = (tokens.sum(1) > 0).sum(-1), slots.kv.num_live.max(-1)
+        part = jnp.floor(exist.astype(jnp.float32) * (budget / jnp.maximum(live, 1)) + 1e-5).astype(jnp.int32)
+        known = (live == slots.ctx.prompt_length) & (budget == slots.hparams.budget)
+        wanted = jnp.maximum(jnp.where(known, slots.hparams.wanted, part), 1)
         order = jnp.broadcast_to(rank[:, None], tokens.shape)
         ordered = jnp.put_along_axis(jnp.zeros_like(tokens), order, tokens - held, -1, inplace=False)
         grown = jnp.cumsum(ordered, -1) + held.sum(-1, keepdims=True)

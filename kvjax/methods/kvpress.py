@@ -231,7 +231,7 @@ def kvpress_critical_adakv(
 
 def kvpress_chunkkv(base: Evict, *, size: Size = 20) -> Evict:
     """ChunkKVPress around a press; tokens that the press protects stay, too."""
-    share = base.budget.share if isinstance(base.budget, Truncated) else None
+    share = base.budget if isinstance(base.budget, Truncated) else None
     return dataclasses.replace(base, select=Chunks(size, share))
 
 
