@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 
 def of_each(f: Callable[..., Any], *arrays: Array) -> Any:
@@ -20,3 +21,14 @@ def of_each(f: Callable[..., Any], *arrays: Array) -> Any:
     """
     one_by_one = lambda *x: lax.map(lambda row: lax.map(lambda each: f(*each), row), x)
     return lax.platform_dependent(*arrays, cpu=one_by_one, default=jax.vmap(jax.vmap(f)))
+
+
+def least_squares(a: Float[Array, "R C"], b: Float[Array, "R *D"]) -> Float[Array, "C *D"]:
+    """The x for which `a @ x` is near `b`, small where rows do not determine it.
+
+    Squares of x count by a 10^-5th of the largest column's. Without that, rounding would decide where rows are few or
+    alike, and a row of a batch would not get what it gets alone.
+    """
+    damping = jnp.sqrt(1e-5 * jnp.maximum(jnp.square(a).sum(0).max(), 1e-30))
+    q, r = jnp.linalg.qr(jnp.concatenate([a, damping * jnp.eye(a.shape[1], dtype=a.dtype)]))
+    return jax.scipy.linalg.solve_triangular(r, q[: len(a)].T @ b)

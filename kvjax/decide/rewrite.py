@@ -1,9 +1,8 @@
 """New values and weights for the slots that an eviction keeps."""
 
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -13,7 +12,6 @@ from kvjax.contract import (
     AttentionInputs,
     Cosine,
     Decision,
-    LayerView,
     Observation,
     Phase,
     Positive,
@@ -24,46 +22,75 @@ from kvjax.contract import (
     Slots,
     value,
 )
-from kvjax.decide.linalg import of_each
+from kvjax.decide.linalg import least_squares, of_each
 from kvjax.decide.select import best
+from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage import take
 
-# Queries (scaled), each row's largest logit, its sum of exponentials relative to that, and its output.
-Answers: TypeAlias = tuple[
-    Float[Array, "B K R H"], Float[Array, "B K R"], Float[Array, "B K R"], Float[Array, "B K R H"]
-]
+
+@pytree
+class Answers:
+    """The prompt's last rows, and what the full cache answers them. R counts those of all query heads of a group.
+
+    Attributes:
+      q: queries times the model's scale.
+      k: every slot's key, as rows read it.
+      bias: what is added to the logits of a slot, -inf where the row after the prompt does not read it.
+      real: which rows are no padding.
+      out: outputs, 0 for padding.
+      softcap: the cap on logits (static).
+    """
+
+    q: Float[Array, "B K G T H"]
+    k: Float[Array, "B K S H"]
+    bias: Float[Array, "B K G S"]
+    real: Bool[Array, "B T"]
+    out: Float[Array, "B K R H"]
+    softcap: float | None = static(default=None)
+
+    def weights(self) -> tuple[Float[Array, "B K R S"], Float[Array, "B K R"]]:
+        """Exponentials of logits less the row's largest, and their sum; 0 for padding."""
+        x = jnp.einsum("bkgth,bksh->bkgts", self.q, self.k.astype(jnp.float32))
+        x = x if self.softcap is None else self.softcap * jnp.tanh(x / self.softcap)
+        x = jnp.where(self.real[:, None, None, :, None], x + self.bias[:, :, :, None], -jnp.inf)
+        e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
+        e = e.reshape(*e.shape[:2], -1, e.shape[-1])
+        return e, e.sum(-1)
+
+
+def shares(e: Float[Array, "B K R C"], mass: Float[Array, "B K R"]) -> Float[Array, "B K R C"]:
+    """Numbers as shares of each row's mass, 0 in rows without one."""
+    return e / jnp.where(mass > 0, mass, 1.0)[..., None]
 
 
 @value
 class Reference:
-    """Observes the full cache's outputs for the prompt's last rows, all tokens visible: `Answers`, 0 for padding.
+    """Observes how the prompt's last rows read the full cache, as if each were the row after the prompt: `Answers`.
+
+    So they read later tokens too, and of a sliding window what that row reads.
 
     Attributes:
-      rows: how many last rows. R counts those of all query heads of a group: G times as many.
+      rows: how many last rows.
     """
 
     rows: Size = 256
 
     def __call__(self, inputs: AttentionInputs) -> Answers:
         kv, q, real = inputs.kv, inputs.q[:, :, -self.rows :], inputs.pos[:, -self.rows :] != EMPTY
-        (B, N, _, H), K = q.shape, kv.pos.shape[1]
-        q = q * (H**-0.5 if inputs.scale is None else inputs.scale)
-        return answers(q.reshape(B, K, -1, H), kv, jnp.tile(real, (1, N // K))[:, None])
-
-
-def answers(q: Float[Array, "B K R H"], kv: LayerView, real: Bool[Array, "B 1 R"] | bool = True) -> Answers:
-    """A layer's outputs for scaled queries, 0 in rows that are not `real`."""
-    x = jnp.where(kv.live[:, :, None], jnp.einsum("bkrh,bksh->bkrs", q, kv.k.astype(jnp.float32)), -jnp.inf)
-    most = x.max(-1)
-    e = jnp.exp(x - most[..., None])
-    mass = e.sum(-1)
-    out = jnp.einsum("bkrs,bksh->bkrh", e, kv.v.astype(jnp.float32)) / mass[..., None]
-    rows = lambda y: jnp.where(real if y.ndim == 3 else jnp.asarray(real)[..., None], y, 0.0)
-    return rows(q), rows(most), rows(mass), rows(out)
+        (B, N, T, H), (_, K, S) = q.shape, kv.pos.shape
+        q = q.astype(jnp.float32).reshape(B, K, -1, T, H) * (H**-0.5 if inputs.scale is None else inputs.scale)
+        bias = jnp.zeros((B, 1, S)) if inputs.bias is None else inputs.bias.astype(jnp.float32)
+        read = kv.live
+        if inputs.window is not None:
+            read &= kv.pos > (inputs.ctx.length - inputs.window)[:, None, None]
+        bias = jnp.where(read[:, :, None], jnp.broadcast_to(bias, (B, N, S)).reshape(B, K, -1, S), -jnp.inf)
+        rows = Answers(q, kv.keys(inputs.rotate), bias, real, jnp.zeros(()), inputs.softcap)
+        out = jnp.einsum("bkrs,bksh->bkrh", shares(*rows.weights()), kv.v.astype(jnp.float32))
+        return dataclasses.replace(rows, out=out)
 
 
 class ReferenceAttention(Score):
-    """The attention that reference rows pay to each token, all tokens visible (arXiv 2602.16284).
+    """The attention that reference rows pay to each token (arXiv 2602.16284).
 
     Attributes:
       rows: the reference rows.
@@ -78,9 +105,7 @@ class ReferenceAttention(Score):
         return (self.rows,) if phase == "prefill" else ()
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        q, most, mass, _ = slots.stats[self.rows]
-        x = jnp.exp(jnp.einsum("bkrh,bksh->bkrs", q, slots.kv.k.astype(jnp.float32)) - most[..., None])
-        p = jnp.where((mass > 0)[..., None], x / jnp.maximum(mass, 1e-30)[..., None], 0.0)
+        p = shares(*slots.stats[self.rows].weights())
         if self.how == "max":
             return p.max(2)
         return jnp.square(p).sum(2) if self.how == "rms" else p.sum(2)
@@ -89,12 +114,13 @@ class ReferenceAttention(Score):
 class Match(Rewrite):
     """Weights and values with which kept keys answer reference rows as the full cache does (arXiv 2602.16284).
 
-    Both are least squares: weights match each row's sum of exponentials, values then match its output.
+    Both are least squares: weights match each row's sum of exponentials, values then match its output. What rows do not
+    determine stays as it is: the change of weights and values is the smallest one, which rounding does not move.
 
     Attributes:
       rows: the reference rows.
       weights, values: which of them are fitted.
-      bound: weights lie between exp(-bound) and exp(bound).
+      bound: weights are multiplied by numbers between exp(-bound) and exp(bound).
       steps: steps of projected gradient after the first solution was cut to these bounds.
     """
 
@@ -110,27 +136,25 @@ class Match(Rewrite):
         return (self.rows,) if phase == "prefill" else ()
 
     def __call__(self, decision: Decision, slots: Slots) -> Decision:
-        kv, (q, most, mass, out) = slots.kv, slots.stats[self.rows]
+        kv, rows = slots.kv, slots.stats[self.rows]
         B, K, S = kv.pos.shape
         index = jnp.argsort(~decision.keep, axis=-1, stable=True)[..., : slots.ctx.capacity]
-        live, k = take(decision.keep, index), take(kv.k, index).astype(jnp.float32)
-        x = jnp.where(live[:, :, None], jnp.einsum("bkrh,bkth->bkrt", q, k), -jnp.inf)
-        beta = jnp.zeros(live.shape)
-        if self.weights:
-            e = jnp.where((mass > 0)[..., None], jnp.exp(x - most[..., None]), 0.0)
-            beta = jnp.log(of_each(self._fit, e, mass))
-        v = take(kv.v, index).astype(jnp.float32)
+        live, (e, mass) = take(decision.keep, index), rows.weights()
+        e = jnp.where(live[:, :, None], jnp.take_along_axis(e, index[:, :, None], -1), 0.0)
+        weight = of_each(self._fit, e, mass) if self.weights else jnp.ones(live.shape)
+        v, e = take(kv.v, index).astype(jnp.float32), e * weight[:, :, None]
         if self.values:
-            p = jnp.where((mass > 0)[..., None], jax.nn.softmax(x + beta[:, :, None], axis=-1), 0.0)
-            v = of_each(lambda a, b: jnp.linalg.lstsq(a, b)[0], p, out)
+            p = shares(e, e.sum(-1))
+            v = v + of_each(least_squares, p, jnp.where((mass > 0)[..., None], rows.out - p @ v, 0.0))
         at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], jnp.where(live, index, S)
         lay = lambda old, new: old.at[at].set(new.astype(old.dtype), mode="drop")
-        return dataclasses.replace(decision, v=lay(kv.v, v), log_weight=lay(jnp.zeros((B, K, S)), beta))
+        more = lay(jnp.zeros((B, K, S)), jnp.log(weight))
+        return dataclasses.replace(decision, v=lay(kv.v, v), log_weight=more + kv.log_weight)
 
     def _fit(self, e: Float[Array, "R C"], mass: Float[Array, "R"]) -> Float[Array, "C"]:
-        """Weights of the C kept keys of one head, such that `e @ weights` is near `mass`."""
+        """Factors of the weights of the C kept keys of one head, such that `e @ factors` is near `mass`."""
         clamp = lambda b: jnp.clip(b, jnp.exp(-self.bound), jnp.exp(self.bound))
-        b = clamp(jnp.linalg.lstsq(e, mass)[0])
+        b = clamp(1 + least_squares(e, mass - e.sum(-1)))
         step = 1 / jnp.maximum(jnp.linalg.norm(e, 2) ** 2, 1e-30)
         for _ in range(self.steps):
             b = clamp(b - step * (e.T @ (e @ b - mass)))

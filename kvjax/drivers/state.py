@@ -12,7 +12,9 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.contract import LAST, Context, LayerInfo, Phase, Policy, Stats
+from kvjax.decide.rewrite import Match
 from kvjax.drivers import decide
+from kvjax.evict import evicts
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import Plan
 from kvjax.storage import Storage, empty
@@ -202,6 +204,12 @@ def empty_state(
     kinds = {(p, info.window): i for i, (p, info) in enumerate(zip(plan.layers, plan.infos, strict=True))}
     for i in range(L) if given else kinds.values():
         check_params(policy.at(i, L), plan.infos[i], given[i] if given else ())
+        where = plan.layers[i].layout.positions
+        if where != "original" and any(isinstance(p.rewrite, Match) for p in evicts(plan.layers[i])):
+            raise ValueError(
+                f'layer {i} wants tokens at positions="{where}", but Match fits weights and values to tokens that stay '
+                'where they are; use "original", or leave out the rewrite'
+            )
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
     xp: Any = jnp if isinstance(lengths, jax.core.Tracer) else np  # which compiles nothing
