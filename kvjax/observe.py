@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.budgets import known
 from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, value
 from kvjax.pallas_kernels import Columns, Softmax, attention
+from kvjax.pallas_kernels.columns import accumulator
 from kvjax.storage.mesh import attention_on
 
 
@@ -128,7 +129,7 @@ class FutureQueries:
     """Mean and covariance of the queries that will follow, from those of the prompt (ExpectedAttention).
 
     Queries before rotation are taken as Gaussian, and the rotations of the positions to come are averaged. Devoto et
-    al., arXiv 2510.00636, section 3.
+    al., arXiv 2510.00636, section 3. They are times the model's scale, so that products with keys are logits.
 
     Attributes:
       horizon: how many positions to come.
@@ -139,27 +140,42 @@ class FutureQueries:
     skip: Amount = 4
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
-        q, H = inputs.raw_q.astype(jnp.float32), inputs.raw_q.shape[-1]
+        q = inputs.raw_q.astype(jnp.float32)
         exist = inputs.pos >= self.skip
         exist = jnp.where(exist.any(-1, keepdims=True), exist, inputs.pos != EMPTY).astype(jnp.float32)
         total = jnp.maximum(exist.sum(-1), 1.0)[:, None, None]
         mean = jnp.einsum("bt,bnth->bnh", exist, q) / total
         centred = q - mean[:, :, None]
         cov = jnp.einsum("bt,bnth,bntj->bnhj", exist, centred, centred) / total[..., None]
-        basis = jnp.broadcast_to(jnp.eye(H)[None, None], (len(q), 1, H, H))
-        place = lambda i: jnp.broadcast_to((inputs.ctx.length + i)[:, None, None], (len(q), 1, H))
+        return self.turned(mean, cov, inputs)
+
+    def turned(
+        self, mean: Float[Array, "B N H"], cov: Float[Array, "B N H H"], inputs: AttentionInputs
+    ) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
+        """Moments of queries before rotation, turned to the positions to come and times the scale."""
+        B, H = len(inputs.q), mean.shape[-1]
+        basis = jnp.broadcast_to(jnp.eye(H)[None, None], (B, 1, H, H))
+        place = lambda i: jnp.broadcast_to((inputs.ctx.length + i)[:, None, None], (B, 1, H))
         add = lambda i, turned: turned + inputs.rotate(basis, place(i))
         turned = lax.fori_loop(0, self.horizon, add, jnp.zeros_like(basis))[:, 0] / self.horizon
+        turned = turned * (H**-0.5 if inputs.scale is None else inputs.scale)
         return jnp.einsum("bnj,bjh->bnh", mean, turned), jnp.einsum("bnij,bih,bjl->bnhl", cov, turned, turned)
 
 
 @value
 class UnrotatedKeys:
-    """Every slot's key before rotation."""
+    """Every slot's key before rotation, in float32 or wider.
+
+    A rotation that stretches channels, as YaRN's does, is taken back with its factor.
+    """
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S H"]:
         kv = inputs.kv
-        return kv.k if kv.how.positions == "rank" else inputs.rotate(kv.k, -jnp.maximum(kv.pos, 0))
+        k = kv.k.astype(accumulator(kv.k.dtype))
+        if kv.how.positions == "rank":
+            return k
+        stretch = inputs.rotate(jnp.ones_like(k[:, :, :1]), jnp.zeros_like(kv.pos[:, :, :1]))
+        return inputs.rotate(k, -jnp.maximum(kv.pos, 0)) / jnp.square(stretch)
 
 
 @value
@@ -171,7 +187,8 @@ class ProjectedValueNorm:
             raise ValueError("ProjectedValueNorm needs the layer's output projection; give out_proj")
         v, K = inputs.kv.v, inputs.kv.v.shape[1]
         by_group = inputs.out_proj.reshape(K, -1, *inputs.out_proj.shape[1:]).swapaxes(0, 1).astype(v.dtype)
-        one = lambda w: jnp.abs(jnp.einsum("bksh,khd->bksd", v, w)).sum(-1).astype(jnp.float32)
+        project = functools.partial(jnp.einsum, "bksh,khd->bksd", preferred_element_type=accumulator(v.dtype))
+        one = lambda w: jnp.abs(project(v, w)).sum(-1)
         return lax.map(one, by_group).mean(0)
 
 
@@ -230,7 +247,8 @@ def segment_sum(x: Shaped[Array, "B K S"], segment: Int[Array, "B K S"], num: in
 class ChunkAttention:
     """The attention that keys receive within their chunk of the prompt, later rows' included (Compactor).
 
-    Chari and Van Durme, arXiv 2507.08143. Slots outside of all chunks get 0.
+    Chari and Van Durme, arXiv 2507.08143. Logits are plain products of queries and keys, without the model's scale, cap
+    and window. Slots outside of all chunks get 0.
 
     Attributes:
       size: tokens of a chunk.

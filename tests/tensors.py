@@ -52,6 +52,7 @@ class Tensors:
     rotate: Callable[..., Any] = unturned
     scale: float | None = None
     slopes: tuple[float, ...] | None = None
+    softcap: float | None = None
 
     @property
     def alike(self):
@@ -70,24 +71,25 @@ class Tensors:
         """The given queries, keys and values of these columns."""
         tokens = x[..., 0].astype(jnp.int32)
         cut = lambda y: jnp.take_along_axis(y, tokens[:, None, :, None], 2)
-        how = {"out_proj": params.get("out_proj"), "rotate": self.rotate, "scale": self.scale, "slopes": self.slopes}
+        how = {n: getattr(self, n) for n in ("rotate", "scale", "slopes", "softcap")}
+        how |= {"out_proj": params.get("out_proj"), "window": self.config.window(layer)}
         if "hidden" in params:
             how["hidden"] = cut(params["hidden"][:, None])[:, 0]
         out, cache, found = attend(cache, *(cut(params[n]) for n in "qkv"), layer=layer, **how)
-        return x.at[..., 1].add((out * 0.0).sum((1, 2, 3))[:, None]), cache, found
+        return x.at[..., 1].add((out * 0.0).sum((1, 2, 3)).astype(x.dtype)[:, None]), cache, found
 
     def head(self, params, x):
         """One number, NaN where a token found no slot."""
         return x[..., 1:]
 
 
-def model_of(params, *, rotate=unturned, scale=None, slopes=None):
-    """The model for these tensors."""
+def model_of(params, *, window=None, **how):
+    """The model for these tensors; `how` are fields of `Tensors`."""
     (_, N, M, H), (_, K, _, _) = params[0]["q"].shape, params[0]["k"].shape
     D = params[0]["out_proj"].shape[-1] if "out_proj" in params[0] else 8
-    heads = {"num_query_heads": N, "num_kv_heads": K, "head_dim": H}
-    config = ModelConfig(vocab_size=M, embed_dim=D, mlp_dim=8, num_layers=len(params), **heads)
-    return Tensors(config, rotate, scale, slopes)
+    sizes = {"num_query_heads": N, "num_kv_heads": K, "head_dim": H, "num_layers": len(params)}
+    more = {"sliding_window": (window,) * len(params), "dtype": str(params[0]["k"].dtype)}
+    return Tensors(ModelConfig(vocab_size=M, embed_dim=D, mlp_dim=8, **sizes, **more), **how)
 
 
 def columns(params, n):

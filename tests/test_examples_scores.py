@@ -211,13 +211,11 @@ def test_e33_expected_attention(examples):
     e = examples["E33"]
     k = numbers(e["inputs"]["k"])
     v = numbers(e["inputs"]["v_norm"])[..., None] * jnp.asarray([[[[1.0, 0.0]]]])
-    mean, cov = numbers(e["inputs"]["query_mean"]), numbers(e["inputs"]["query_cov"])
+    scaled = numbers(e["inputs"]["query_mean"]) * 0.5**0.5, numbers(e["inputs"]["query_cov"]) * 0.5
     score, wanted = Expected(FutureQueries()), e["expected"]
     moments, bias = score.observe("prefill")
     assert isinstance(bias, KeyBias)
-    at = lambda v, bias_: slots_of(
-        cache(range(4), k=k, v=v), moment(None, 4, prompt=4), {moments: (mean, cov), bias: bias_}
-    )
+    at = lambda v, bias_: slots_of(cache(range(4), k=k, v=v), moment(None, 4, prompt=4), {moments: scaled, bias: bias_})
     np.testing.assert_allclose(score(at(v, jnp.zeros((1, 1, 4))))[0, 0], wanted["score"], atol=1e-6)
     ones = jnp.ones_like(v) * 0.5**0.5
     np.testing.assert_allclose(score(at(ones, jnp.zeros((1, 1, 4))))[0, 0], wanted["probs"], atol=1e-6)

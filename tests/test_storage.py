@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax import methods, models
 from kvjax.budgets import Schedule
-from kvjax.contract import EMPTY, LayerInfo, Layout, PerSlot, Reads
+from kvjax.contract import EMPTY, LAST, LayerInfo, Layout, PerSlot, Reads
 from kvjax.methods import variants
 from kvjax.models import mpt
 from kvjax.storage import Layer, Pool, empty, to_pool
@@ -222,3 +222,13 @@ def test_what_is_hidden_is_not_read(pool):
     np.testing.assert_allclose(out(kv, Reads(named)), out(alone), rtol=1e-5)
     np.testing.assert_allclose(out(kv, Reads(shown, at=named)), out(alone), rtol=1e-5)
     assert not np.allclose(out(kv), out(alone), rtol=1e-2)
+
+
+def test_rows_that_read_different_slots_have_logits_that_float16_does_not_hold():
+    q, k, v = tensors.qkv(3, B=1, dtype=jnp.float16, sharpness=100.0)
+    pos = jnp.arange(k.shape[2])[None]
+    kv = Layer(100 * k, v, jnp.broadcast_to(pos, k.shape[:3]))
+    read = lambda reads: kv.attend(q, pos, (), reads, rotate=tensors.unturned).out
+    every = read(Reads(until=jnp.full(kv.pos.shape, LAST)))
+    assert every.dtype == jnp.float16
+    np.testing.assert_allclose(every, read(None), atol=2e-3)

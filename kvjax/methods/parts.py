@@ -5,7 +5,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.contract import (
@@ -110,17 +109,9 @@ class KnownQueries(FutureQueries):
     moments: FrozenArrays = dataclasses.field(kw_only=True)
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
-        B, H = len(inputs.q), inputs.q.shape[-1]
         mean, cov = (jnp.asarray(self.moments[n])[inputs.ctx.layer][None] for n in ("mean", "covariance"))
-        basis = jnp.broadcast_to(jnp.eye(H)[None, None], (B, 1, H, H))
-
-        def add(ahead: Int[Array, ""], turned: Array) -> Array:
-            pos = jnp.broadcast_to((inputs.ctx.length + ahead)[:, None, None], (B, 1, H))
-            return turned + inputs.rotate(basis, pos)
-
-        turned = lax.fori_loop(0, self.horizon, add, jnp.zeros_like(basis))[:, 0] / self.horizon
-        mean, cov = jnp.broadcast_to(mean, (B, *mean.shape[1:])), jnp.broadcast_to(cov, (B, *cov.shape[1:]))
-        return jnp.einsum("bnj,bjh->bnh", mean, turned), jnp.einsum("bnij,bih,bjl->bnhl", cov, turned, turned)
+        each = lambda x: jnp.broadcast_to(x, (len(inputs.q), *x.shape[1:]))
+        return self.turned(each(mean), each(cov), inputs)
 
 
 @value
@@ -128,17 +119,16 @@ class PaddedChunkAttention:
     """Observes what keys receive within their chunk of the prompt as kvpress computes it: "B K S".
 
     The last chunk is filled up with keys of zeros, which its softmax counts, and with rows that give all keys the same.
+    Logits are plain products of queries and keys.
 
     Attributes:
       size: tokens of a chunk.
       first, last: tokens at either end of the prompt that are in no chunk.
-      scaled: logits are divided by the root of the head's width, which kvpress leaves out.
     """
 
     size: Size = 256
     first: Amount = 0
     last: Amount = 0
-    scaled: bool = False
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
         (B, _, T, H), K, pos = inputs.q.shape, inputs.kv.pos.shape[1], inputs.pos
@@ -155,7 +145,7 @@ class PaddedChunkAttention:
             x = jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)
             return x.reshape(B, K, -1, num, size, H)
 
-        x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys)) * (H**-0.5 if self.scaled else 1.0)
+        x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
         x = jnp.where(counts[:, None, None, :, None], x, -jnp.inf)
         absent = (self.size - counts.sum(-1)).astype(jnp.float32)[:, None, None, :, None, None]
         largest = jnp.maximum(x.max(-1, keepdims=True), 0.0)  # of a chunk of nothing too

@@ -165,8 +165,9 @@ class KeyBias:
 class Expected(Score):
     r"""Attention that queries to come are expected to pay, times the norm of the value (arXiv 2510.00636).
 
-    With Gaussian queries of mean $\mu$ and covariance $\Sigma$ the expected weight of a key is proportional to $\exp(k
-    \cdot \mu / \sqrt d + k^\top \Sigma k / 2d)$, over the tokens that may be evicted.
+    With Gaussian queries of mean $\mu$ and covariance $\Sigma$, times the model's scale ($1 / \sqrt d$ in the paper),
+    the expected weight of a key is proportional to $\exp(k \cdot \mu + k^\top \Sigma k / 2)$, over the tokens that may
+    be evicted. A cap on logits is left out, as the expectation has no closed form with one.
 
     Attributes:
       queries: observes (mean "B N H", covariance "B N H H") of the queries to come.
@@ -188,10 +189,10 @@ class Expected(Score):
         (B, N, H), K, k = mean.shape, kv.pos.shape[1], kv.k.astype(jnp.float32)
         if self.covariance:
             squares = jnp.einsum("bksh,bkghj,bksj->bkgs", k, cov.reshape(B, K, N // K, H, H), k)
-            bias = squares.reshape(B, N, -1) / (2 * H) + bias
+            bias = squares.reshape(B, N, -1) / 2 + bias
         bias = jnp.broadcast_to(bias, (B, N, k.shape[2]))
         row, places = jnp.zeros((B, 1), jnp.int32), jnp.where(slots.candidates, 0, EMPTY)
-        (p,) = attention(mean[:, :, None], k, k, row, places, columns=(Columns(),), bias=bias, scale=H**-0.5).columns
+        (p,) = attention(mean[:, :, None], k, k, row, places, columns=(Columns(),), bias=bias, scale=1.0).columns
         return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1) if self.value_norms else p
 
 

@@ -259,7 +259,8 @@ def _written_out(
     softcap: float | None,
 ) -> Attention:
     """Attention whose rows read different slots, by the whole T x S matrix, as in `pallas_kernels.reference`."""
-    (B, N, T, H), K = q.shape, k.shape[1]
+    (B, N, T, H), K, dtype = q.shape, k.shape[1], q.dtype
+    q, k, v = (y.astype(accumulator(dtype)) for y in (q, k, v))
     x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k) * (H**-0.5 if scale is None else scale)
     x = x if softcap is None else softcap * jnp.tanh(x / softcap)
     x = x if bias is None else x + bias.reshape(B, K, N // K, 1, -1)
@@ -269,7 +270,7 @@ def _written_out(
     seen = reference.visible(q_pos, kv_pos, window)
     seen = seen if reads.until is None else seen & (row < wide(reads.until))
     p, lse = reference._softmax(x, seen)
-    out = jnp.einsum("bkgts,bksh->bkgth", p, v).reshape(B, N, T, -1)
+    out = jnp.einsum("bkgts,bksh->bkgth", p, v).reshape(B, N, T, -1).astype(dtype)
     measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, window) for spec in statistics)
     return Attention(out, lse.reshape(B, N, T), measured)
 
