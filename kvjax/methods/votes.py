@@ -262,7 +262,8 @@ def kvzip(budget: Count, how: Reread = Reread()) -> Evict:
 def attention_matching(budget: Count, *, rows: Size = 256, sinks: Amount = 4) -> Evict:
     """Keeps the most attended keys, with weights and values that answer as the full cache did (arXiv 2602.16284).
 
-    Least squares over the prompt's last rows find the weight that every kept key has in the softmax, then its value.
+    Least squares over the prompt's last rows find the weight that every kept key has in the softmax, then its value:
+    the smallest changes, where few rows leave some open. Of a sliding window, what the next row reads counts.
 
     Args:
       budget: live tokens a kv head and layer, sinks included.
