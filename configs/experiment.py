@@ -133,8 +133,8 @@ class Setup:
         ("both").
       num_beams: hypotheses of the beam search that finds every answer; 1 for greedy generation.
       baselines: other configs to run beside this one, "none" for the full cache alone; if not given, random,
-        streaming_llm, h2o and ada_snapkv, without streaming_llm for a model with learned positions, whose stored keys
-        cannot have others.
+        streaming_llm, h2o and ada_snapkv, without streaming_llm for a model with learned positions or with YaRN,
+        longrope or dynamic scaling, whose stored keys cannot move to others.
       baseline_budget: the budget that they get; if not given, 12.5 % of the prompt, or the first of the method's own
         where that is none of them.
       block: read prompts in blocks of so many tokens, each followed by an eviction; at once if not given.

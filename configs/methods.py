@@ -6,11 +6,13 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
+
 import kvjax
 from kvjax import Policy, Share, methods, models
 from kvjax.configs.experiment import Common, Experiment, Setup
 from kvjax.configs.of import File, of
-from kvjax.configs.probed import probed, probed_arrays
+from kvjax.configs.probed import check_heads, probed, probed_arrays
 from kvjax.contract import Count, Layout
 from kvjax.drivers.text import repeating
 from kvjax.methods.kvpress import expected_attention_stats
@@ -153,7 +155,7 @@ def _gates(setup: Setup, given: str) -> Any:
     """The gates of a file, or those beside the model's weights.
 
     Raises:
-      ValueError: there are none, or the file holds no gates.
+      ValueError: there are none, or the file holds no gates, or those of another model.
     """
     if pathlib.Path(given).suffix != ".json":
         learned = "gates are learned for a model with kvjax.learning.gates (experiments/learn.py gates does so for the "
@@ -164,7 +166,8 @@ def _gates(setup: Setup, given: str) -> Any:
         raise ValueError(f"--gates {given} is no file of JSON that can be read: {e}") from e
     if not isinstance(found, dict) or "gates" not in found:
         raise ValueError(f"--gates {given} has no 'gates'; give what experiments/learn.py gates wrote")
-    return found["gates"]
+    check_heads(setup, given, gates := np.asarray(found["gates"], np.float64))
+    return gates
 
 
 _GATES = File(

@@ -24,16 +24,37 @@ def probed(setup: Common, given: str, name: str, how: str = "") -> np.ndarray:
       how: what to do where there is none, if not `experiments/probe.py`.
 
     Raises:
-      ValueError: there is none, or it is no array of finite numbers.
+      ValueError: there is none, or it is no array of finite numbers, or one of another model.
     """
     if pathlib.Path(given).suffix in (".tsv", ".json"):
-        weights: Any = importlib.import_module("kvjax.models.weights")
-        return published(given, weights.read_config(weights.locate(setup.source, weights=False)))
+        return published(given, _config(setup))
     file, found = _loaded(setup, given, name, "npy", how)
     if not isinstance(found, np.ndarray):
         raise ValueError(f"{file} has {len(found)} arrays, but {name} are one; give what was found of {name}")
     _check_finite(file, {name: found})
+    check_heads(setup, file, found)
     return found
+
+
+def _config(setup: Common) -> Any:
+    weights: Any = importlib.import_module(
+        "kvjax.models.weights"
+    )  # imports Flax, which takes longer than --help should
+    return weights.read_config(weights.locate(setup.source, weights=False))
+
+
+def check_heads(setup: Common, file: str | pathlib.Path, found: np.ndarray, axes: int = 2) -> None:
+    """Tries whether the first axes of an array are the model's layers and kv heads, or its layers, if one counts.
+
+    Raises:
+      ValueError: they are not, with both shapes.
+    """
+    config = _config(setup)
+    if found.shape[:axes] != (config.num_layers, config.num_kv_heads)[:axes]:
+        raise ValueError(
+            f"{file} is of shape {found.shape}, but {setup.model} has {config.num_layers} layers of "
+            f"{config.num_kv_heads} kv heads; give what was found of this model"
+        )
 
 
 def probed_arrays(setup: Common, given: str, name: str) -> FrozenArrays:
@@ -45,12 +66,14 @@ def probed_arrays(setup: Common, given: str, name: str) -> FrozenArrays:
       name: what `experiments/probe.py` calls them.
 
     Raises:
-      ValueError: there are none, or it is one array without a name.
+      ValueError: there are none, it is one array without a name, or they are of a model with other layers.
     """
     file, found = _loaded(setup, given, name, "npz", "")
     if isinstance(found, np.ndarray):
         raise ValueError(f"{file} has one array of the shape {found.shape}; give what probe.py {name} wrote")
     _check_finite(file, found)
+    for x in found.values():
+        check_heads(setup, file, x, axes=1)
     return FrozenArrays(found)
 
 

@@ -79,8 +79,9 @@ def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tu
             )
         if where == "shifted" and not getattr(config, "additive_rotation", True):
             raise ValueError(
-                f'layer {i} wants tokens at positions="shifted", but the model\'s rotary scaling depends on the '
-                'length, so that stored keys cannot be turned further; use "rank"'
+                f'layer {i} wants tokens at positions="shifted", but in the model\'s rotary scaling a key cannot be '
+                "turned once more: YaRN and longrope multiply it by a factor at each turn, dynamic scaling and "
+                'longrope turn by the length of the text; use "rank"'
             )
     return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(i)) for i in range(L))
 

@@ -164,9 +164,12 @@ def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_p
             lambda f: np.save(f, np.ones((4, 4, 8))),
             r"importance=float64.4, 4, 8. must be finite numbers of shape \(L, K\)",
         ),
+        ("headkv", "importance", lambda f: np.save(f, np.ones((3, 4))), r"\(3, 4\), but embedded has 4 layers of 4 kv"),
+        ("duo_attention", "gates", lambda f: np.save(f, np.ones((4, 2))), r"\(4, 2\), but embedded has 4 layers of 4"),
         ("q_filters", "filters", lambda f: np.savez(f, a=np.ones(3)), "has 1 arrays, but filters are one"),
         ("kvzap", "function", lambda f: np.save(f, np.ones(3)), r"has one array of the shape \(3,\)"),
         ("kvzap", "function", lambda f: np.savez(f, out=np.ones((4, 128, 4))), "has the weights"),
+        ("kvzap", "function", lambda f: np.savez(f, out=np.ones((3, 128, 4))), r"\(3, 128, 4\), but embedded has 4"),
         (
             "expected_attention",
             "queries",
@@ -189,6 +192,11 @@ def test_what_was_found_of_a_model_is_read_or_refused_by_its_file(tmp_path, conf
     [
         ("gates.json", "{}", "gates.json has no 'gates'; give what experiments/learn.py gates wrote"),
         ("gates.json", "{", "gates.json is no file of JSON that can be read"),
+        (
+            "gates.json",
+            '{"gates": [[1, 1]]}',
+            r"gates.json is of shape \(1, 2\), but embedded has 4 layers of 4 kv heads",
+        ),
         ("", "", "there is no models/gates.npy; gates are learned for a model with kvjax.learning.gates"),
     ],
 )
@@ -197,4 +205,6 @@ def test_gates_are_of_the_model_or_given(tmp_path, given, text, message):
     if given:
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        configs.find("duo_attention")[1](gates=str(path) if given else "", setup=Setup(model="models"))
+        configs.find("duo_attention")[1](
+            gates=str(path) if given else "", setup=Setup() if given else Setup(model="models")
+        )

@@ -245,7 +245,16 @@ def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):
 @pytest.mark.parametrize(
     ("change", "positions", "message"),
     [
-        ({"rope": models.Rope("dynamic", factor=4.0, original_max=4)}, "shifted", "rotary scaling depends on the"),
+        (
+            {"rope": models.Rope("dynamic", factor=4.0, original_max=4)},
+            "shifted",
+            "turn by the length of the text; use",
+        ),
+        (
+            {"rope": models.Rope("yarn", attention_factor=1.2)},
+            "shifted",
+            "YaRN .*multiply it by a factor at each turn",
+        ),
         ({}, "original", None),
         ({"rope": models.Rope("dynamic", factor=4.0, original_max=4)}, "rank", None),
     ],

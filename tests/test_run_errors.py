@@ -16,7 +16,7 @@ from kvjax.models.embedded import EMBEDDED
 from tests.runs import SHORT, contents, one_layer, small
 
 
-def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, capsys):
+def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, capsys):
     config = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     baselines = lambda *argv: run.with_baselines(run.parse(["--config", "snapkv.py", *argv])[0]).setup.baselines
@@ -26,6 +26,11 @@ def test_default_baselines_are_those_that_learned_positions_allow(tmp_path, caps
     assert not capsys.readouterr().out
     assert baselines("--model", str(tmp_path)) == ("random", "h2o", "ada_snapkv")
     assert capsys.readouterr().out.startswith("baselines: random, h2o, ada_snapkv; without streaming_llm")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = json.loads((EMBEDDED / "config.json").read_text()) | {"rope_scaling": yarn}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert baselines("--model", str(tmp_path)) == ("random", "h2o", "ada_snapkv")
+    assert "which this model's rotary scaling cannot follow" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

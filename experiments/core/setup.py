@@ -210,11 +210,12 @@ def with_baselines(experiment: Experiment) -> Experiment:
         print(f"baselines: {', '.join(chosen)}; without {left}, which --compress {setup.compress} is not for")
     from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
 
-    if read_config(locate(setup.source, weights=False)).learned_positions:
+    config = read_config(locate(setup.source, weights=False))
+    if config.learned_positions or not config.additive_rotation:
         chosen = tuple(b for b in chosen if b not in COMPACT)
         print(
             f"baselines: {', '.join(chosen)}; without {', '.join(COMPACT)}, whose stored keys move to other positions, "
-            "since this model has learned positions"
+            f"which this model's {'learned positions' if config.learned_positions else 'rotary scaling'} cannot follow"
         )
     return dataclasses.replace(experiment, setup=dataclasses.replace(setup, baselines=chosen))
 
