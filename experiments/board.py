@@ -39,10 +39,11 @@ from kvjax.experiments.core import markdown, metrics, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Shape, shapes
-from kvjax.experiments.core.setup import build, find_builders
+from kvjax.experiments.core.setup import build, find_builders, read_text
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.tasks.base import Protocol
 from kvjax.models.embedded import INCLUDED
+from kvjax.models.sources import locate
 from kvjax.models.written import write_bytes
 
 
@@ -133,6 +134,10 @@ class Board:
             check_distinct("metrics", self.metrics)
         for name in self.metrics:
             metrics.find(name)
+        for own in self.policy:
+            job.config_of(own)
+        if self.text is not None:
+            read_text(self.text)
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):
             raise ValueError(f"bytes {self.bytes} must be shares of the full cache between 0 and 1")
 
@@ -196,8 +201,10 @@ def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Sh
 
 def experiment_of(board: Board, part: Part, own: str | None = None) -> Experiment:
     """All methods of a part, or one's own, their policies labelled by the share of bytes that was asked for."""
+    from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
+
     setup = board.setup(part)
-    config, tokenizer = models.load(setup.source, dtype=setup.dtype)[0].config, models.load_tokenizer(setup.source)
+    config, tokenizer = read_config(locate(setup.source, weights=False)), models.load_tokenizer(setup.source)
     prompts, _ = build(setup, find_builders(setup), tokenizer, config)
     largest = shapes(prompts, config.max_position if config.learned_positions else None)[0]
     first, last = board.protect or (0, 0)

@@ -128,7 +128,6 @@ def measured(
 ) -> Iterator[Divergences]:
     """Divergences of every policy and budget, batch by batch from a prompt on; the oracles' last."""
     source = included(options.model)
-    model, params = models.load(source, dtype=options.dtype)
     tokenizer, size = (
         models.load_tokenizer(source),
         {"count": options.prompts, "length": options.length + options.follow},
@@ -138,6 +137,7 @@ def measured(
         if options.text is None
         else prompts.from_file(tokenizer, options.text, **size)
     )
+    model, params = models.load(source, dtype=options.dtype)
     named = {", ".join(name): make for name, make in policies.items()}
     for i in tqdm(range(first, len(ids), options.batch_size), unit="batch"):
         batch = ids[i : i + options.batch_size]

@@ -112,11 +112,12 @@ def questions(tokenizer: Any, probe: Probe) -> tuple[np.ndarray, np.ndarray, np.
     return np.asarray(tokens), mask, np.asarray(answers), np.asarray(lengths)
 
 
-def _write(probe: Probe, find: Callable[[Any, Any, Any], Any]) -> None:
-    """Writes what is found of a model, its parameters and its tokenizer: an array, or several by name."""
+def _write(probe: Probe, made: Callable[[Any, Probe], Any], find: Callable[[Any, Any, Any], Any]) -> None:
+    """Writes what is found of a model, its parameters and what is made of text: an array, or several by name."""
     check_output(probe.output)
+    given = made(models.load_tokenizer(included(probe.model)), probe)  # before weights are loaded
     model, params = models.load(included(probe.model))
-    found, file = find(model, params, models.load_tokenizer(included(probe.model))), io.BytesIO()
+    found, file = find(model, params, given), io.BytesIO()
     if isinstance(found, np.ndarray):
         np.save(file, found)
     else:
@@ -128,8 +129,7 @@ def _write(probe: Probe, find: Callable[[Any, Any, Any], Any]) -> None:
 
 def filters(probe: Given) -> None:
     """The directions of queries, which Q-Filters compares keys to: `run.py --config q_filters.py --filters FILE`."""
-    of = lambda model, params, tokenizer: np.asarray(fit_filters(model, params, pieces(tokenizer, probe))["filters"])
-    _write(probe, of)
+    _write(probe, pieces, lambda model, params, tokens: np.asarray(fit_filters(model, params, tokens)["filters"]))
 
 
 def queries(probe: Given) -> None:
@@ -137,7 +137,7 @@ def queries(probe: Given) -> None:
 
     `run.py --config expected_attention.py --queries FILE`
     """
-    _write(probe, lambda model, params, tokenizer: fit_queries(model, params, pieces(tokenizer, probe)))
+    _write(probe, pieces, fit_queries)
 
 
 def heads(probe: Given) -> None:
@@ -146,11 +146,11 @@ def heads(probe: Given) -> None:
     `run.py --config headkv.py --importance FILE`
     """
 
-    def find(model, params, tokenizer):
-        tokens, wanted, answers, lengths = questions(tokenizer, probe)
+    def find(model, params, asked):
+        tokens, wanted, answers, lengths = asked
         return np.asarray(head_importance(model, params, tokens, wanted, answers, lengths=lengths))
 
-    _write(probe, find)
+    _write(probe, questions, find)
 
 
 def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
@@ -165,9 +165,11 @@ def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
     """
     check_whole(1, steps=steps, units=1 if units is None else units)
 
-    def find(model, params, tokenizer):
-        tokens, _, _, lengths = questions(tokenizer, probe)
-        replay = dataclasses.replace(repeating(tokenizer), plus=True)
+    def made(tokenizer, probe):
+        return questions(tokenizer, probe), dataclasses.replace(repeating(tokenizer), plus=True)
+
+    def find(model, params, given):
+        (tokens, _, _, lengths), replay = given
         some = [slice(at, at + TEXTS) for at in range(0, len(tokens), TEXTS)]
         each = [zap.examples(model, params, tokens[i], replay=replay, lengths=lengths[i]) for i in some]
         hidden, wanted = (np.concatenate(x, axis=1) for x in zip(*each, strict=True))
@@ -176,7 +178,7 @@ def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
         print(f"of the variance of {wanted.shape[1]:,} tokens' logarithms, the function says {share:.0%}")
         return function.weights
 
-    _write(probe, find)
+    _write(probe, made, find)
 
 
 if __name__ == "__main__":

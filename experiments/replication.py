@@ -121,8 +121,6 @@ class Replication:
         check_distinct("parts", self.parts)
         if self.text is not None and not {*self.models} - {*INCLUDED}:
             raise ValueError(f"no model reads {self.text}: {' and '.join(self.models)} have a language of their own")
-        if self.text is not None and not pathlib.Path(self.text).is_file():
-            raise ValueError(f"there is no file {self.text}; --text names one")
         for model in self.models:
             self.board(model)
 

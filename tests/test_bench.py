@@ -3,12 +3,15 @@
 import json
 import pathlib
 import time
+import typing
 
 import numpy as np
 import pytest
 
-from kvjax.experiments.bench import compiling, curves, memory, sharding, soak, speed, stream
+from kvjax.experiments.bench import compiling, curves, loading, memory, sharding, soak, speed, stream
+from kvjax.experiments.bench.peers import __main__ as peers
 from kvjax.experiments.bench.process import apart, seconds_in_turns, stored_rows
+from kvjax.experiments.learning import gates
 
 ROW = {
     "storage": "dense",
@@ -62,15 +65,26 @@ def test_a_process_of_its_own():
         apart("math", "gcd", "a")
 
 
+BENCHES = (
+    *(compiling.bench, curves.main, loading.bench, memory.bench, peers.bench, sharding.main, soak.soak),
+    *(speed.decode, speed.prefill, stream.bench, gates.run),
+)
+BAD = {int: (-1,), float: (np.nan, -1.0), tuple[int, ...]: ((4, -1),), tuple[float, ...]: ((np.nan,), (-1.0,))}
+
+
 @pytest.mark.parametrize(
     ("bench", "options", "message"),
     [
-        *((speed.decode, {n: 0}, f"{n}=0 must be at least 1") for n in ("length", "steps", "batch", "rounds")),
-        *((f, {"budget": b}, f"budget={b}") for f in (speed.decode, speed.prefill) for b in (np.nan, 0.0, 1.5)),
+        *(  # every option that is a number
+            (bench, {name: x}, rf"{name}=.*must be (at least|a finite)|--cores .* are not among")
+            for bench in BENCHES
+            for name, kind in typing.get_type_hints(bench).items()
+            for x in BAD.get(kind, ())
+        ),
+        *((f, {"budget": b}, f"budget={b}") for f in (speed.decode, speed.prefill) for b in (0.0, 1.5)),
+        (compiling.bench, {"depths": ()}, "depths is empty"),
         (speed.decode, {"only": ("nope",)}, "no methods"),
-        (speed.prefill, {"depths": (4, 0)}, "depths=.* must be at least 1"),
         (curves.main, {"rows": 65}, "rows=65, but examples go on for 64 tokens"),
-        (sharding.main, {"length": 0}, "length=0 must be at least 1"),
         *(
             (f, {"output": pathlib.Path("/")}, "--output / is a directory; name a file in it")
             for f in (speed.decode, speed.prefill, curves.main)

@@ -339,6 +339,7 @@ def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow)
         ({"eos_ids": 61}, "eos_ids=61 must be a whole number from 0 to 60; end tokens lie in"),
         ({"eos_ids": (1.5,)}, "eos_ids=.1.5,. must be a whole number"),
         ({"pad_id": None}, "pad_id=None must be a whole number"),
+        *(({"pad_id": i}, f"pad_id={i} must be a whole number from 0 to 60; what follows the end") for i in (-1, 61)),
         ({"key": 5}, "key=5 is not a PRNG key"),
         ({"key": np.ones(5, np.uint32)}, "is not a PRNG key"),
         ({"key": jax.random.split(jax.random.key(0), 2)}, r"shape \(2,\), but there are 3 sequences"),

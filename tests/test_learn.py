@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 import shutil
 
 import jax
@@ -81,6 +82,20 @@ def test_the_scorer_resumes(scored, tmp_path):
     assert (directory / "summary.md").read_text() == (scored / "summary.md").read_text()
     a, b = (TrainedHead.load(d / "head.npz") for d in (directory, scored))
     assert a == b
+
+
+def test_a_full_disk_is_one_error_and_no_log_of_another_library(tmp_path, caplog):
+    state = {"x": np.random.default_rng(0).normal(size=10_000)}
+    take = lambda state, progress: (state, {"step": progress["step"] + 1}, "")
+    more = lambda progress: progress["step"] < 2
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # as a full disk, an error of each write
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}'"):
+            loop.go_through(tmp_path, {}, state, {"step": 0}, take, title="", total=2, more=more)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(

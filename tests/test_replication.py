@@ -85,7 +85,7 @@ def test_every_claim_has_policies_and_equal_ones_run_once():
 def test_a_text_is_for_models_that_have_none_of_their_own():
     board = replication.Replication(text=__file__).board
     assert (board("embedded").text, board("smollm2-135m-instruct").text) == (None, __file__)
-    with pytest.raises(ValueError, match=r"there is no file none\.txt"):
+    with pytest.raises(ValueError, match=r"--text none\.txt cannot be read"):
         replication.Replication(text="none.txt")
     with pytest.raises(ValueError, match=r"no model reads some\.txt: embedded and varied have a language of their own"):
         replication.Replication(models=("embedded", "varied"), text="some.txt")

@@ -2,18 +2,26 @@
 
 import argparse
 import json
+import pathlib
+import re
 import shutil
 
 import pytest
 
 import kvjax
-from kvjax import methods
+from kvjax import methods, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import Experiment, Setup
-from kvjax.experiments import run
+from kvjax.experiments import board, figures, findings, learn, probe, run
+from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.tasks import TASKS
 from kvjax.models.embedded import EMBEDDED
 from tests.runs import SHORT, contents, one_layer, small
+
+
+def _probe(argv):
+    with plain_errors():
+        probe.filters(probe.Probe(pathlib.Path("filters.npy"), text=argv[0]))
 
 
 def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, capsys):
@@ -104,6 +112,36 @@ def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         run.main(argv)
     assert not list(tmp_path.rglob("samples.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "message"),
+    [
+        (run.main, ["--config", "snapkv.py", "--text", "no.txt"], "--text no.txt cannot be read"),
+        (board.main, ["--policy", "no.py:make"], "there is no Python file 'no.py'"),
+        (
+            board.main,
+            ["--policy", "mine.py:broken", "--examples", "1", "--length", "320"],
+            "mine.py, line 3: ZeroDivisionError",
+        ),
+        (board.main, ["--text", "no.txt"], "--text no.txt cannot be read"),
+        (figures.main, ["loss_bound", "--text", "no.txt"], "No such file or directory: 'no.txt'"),
+        (findings.main, ["what_decides", "--text", "short.txt"], "short.txt has 2 tokens, but"),
+        (learn.main, ["gates", "--shares", "nan"], r"shares=\(nan,\) must be a finite number above 0 and at most 1"),
+        (learn.main, ["gates", "--length", "8"], "give --length|raise"),
+        (_probe, ["no.txt"], "--text no.txt cannot be read"),
+    ],
+)
+def test_commands_look_at_what_they_are_given_before_they_load_weights(
+    main, argv, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    (tmp_path / "short.txt").write_text("a bell")
+    (tmp_path / "mine.py").write_text("import kvjax\n\ndef broken(budget): return 1 / 0\n")
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert re.search(message, " ".join(f"{e.value} {capsys.readouterr().err}".replace("│", " ").split()))
 
 
 @pytest.mark.parametrize(

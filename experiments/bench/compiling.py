@@ -14,6 +14,7 @@ import tyro
 
 import kvjax
 from kvjax import methods, models
+from kvjax.configs.experiment import check_distinct, check_whole
 from kvjax.drivers import attend, loop
 from kvjax.experiments.bench.process import apart, held
 from kvjax.experiments.core.command import check_output, plain_errors
@@ -131,6 +132,8 @@ def bench(
       traced: tokens of the prompt for `jax.jit` around `prefill` and around `decode_step`.
       output: a JSON file for the figures.
     """
+    check_whole(1, depths=depths, called=called, traced=traced)
+    check_distinct("depths", depths)
     check_output(output)
     device = device_info()
     compiled = compile_times(depths, called, traced)

@@ -201,10 +201,11 @@ def run(
       output: the JSON file of gates and scores; while it learns, checkpoints are kept beside it.
     """
     check_whole(1, length=length, count=count, batch=batch)
+    check_finite(0, 1, shares=shares)
     check_output(output)
-    model, params = models.load(EMBEDDED)
     tokenizer = models.load_tokenizer(EMBEDDED)
-    found = examples(tokenizer, length, count)  # before anything is learned: a length may be too short for them
+    found = examples(tokenizer, length, count)  # before weights are loaded: a length may be too short for them
+    model, params = models.load(EMBEDDED)
     shape = model.config.num_layers, model.config.num_kv_heads
     hidden = lambda params, ids, attend: model.states(params, ids, attend=attend)
     checkpoints = output.with_name(f"{output.name}.checkpoints")

@@ -4,6 +4,7 @@ import json
 import math
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from kvjax.experiments import stopping
 from kvjax.experiments.core.locks import Locked
+from kvjax.models.written import naming
 
 Progress = dict[str, Any]
 """What JSON holds of where learning stands; `step` counts updates."""
@@ -48,6 +50,7 @@ def go_through(
 
     Raises:
       ValueError: a checkpoint that cannot be read or belongs to another run, or another process that writes there.
+      OSError: a disk without room for a checkpoint.
     """
     import orbax.checkpoint as ocp  # which takes longer to import than --help should
 
@@ -70,10 +73,19 @@ def go_through(
                 if progress["step"] % save_every == 0 or not more(progress) or stopping.asked():
                     saved = {"progress": progress, "identity": identity}
                     both = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave(saved)}
+                    _check_room(directory, state)
                     manager.save(progress["step"], args=ocp.args.Composite(**both))
                     stopping.check()
         manager.wait_until_finished()
     return state, progress
+
+
+def _check_room(directory: pathlib.Path, state: PyTree[Any]) -> None:
+    """Writes as much as a checkpoint takes: on a full disk orbax's threads would print tracebacks, a hundred lines."""
+    size = 2 * sum(np.asarray(x).nbytes for x in jax.tree.leaves(state)) + 2**20  # what is merged stands there twice
+    with naming(directory), tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(size))
+        file.flush()
 
 
 def _restored(manager: Any, directory: pathlib.Path, state: Any, identity: Any) -> tuple[Any, Progress]:

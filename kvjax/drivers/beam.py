@@ -309,7 +309,7 @@ def generate_beams(
         `early_stopping` says.
       max_new_tokens: tokens of the longest hypothesis.
       eos_ids: tokens that end a hypothesis; the model's own if None, `()` for none.
-      pad_id: what follows the end.
+      pad_id: the token that follows the end.
       length_penalty: scores are sums of log probabilities divided by `length ** length_penalty`, the end token counted;
         above 0 longer hypotheses gain, below 0 shorter ones.
       early_stopping: when a sequence's W hypotheses are final. True: as soon as there are W. False: when the best

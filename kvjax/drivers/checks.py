@@ -118,10 +118,10 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
 
 def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: Any, key: Any) -> tuple[int, ...]:
     """Checks a request for new tokens, and returns its end tokens."""
-    whole("pad_id", pad_id, -(2**31), 2**31 - 1)
     if sampler.draws and key is None:
         raise ValueError(f"{sampler} draws tokens, but there is no key; give key=jax.random.key(a whole number)")
     vocab = model.config.vocab_size
+    whole("pad_id", pad_id, 0, vocab - 1, "what follows the end is a token of the vocabulary")
     if eos_ids is None:
         return tuple(i for i in getattr(model.config, "eos_ids", ()) if i < vocab)
     ids = tuple(np.asarray(eos_ids).reshape(-1).tolist())

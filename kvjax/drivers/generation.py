@@ -81,7 +81,7 @@ def generate(
       max_new_tokens: tokens to generate.
       sampler: greedy by default. A repetition penalty counts the prompt's tokens, and no padding.
       eos_ids: tokens that end a sequence; the model's own (`model.config.eos_ids`) if None, `()` for none.
-      pad_id: what follows the end.
+      pad_id: the token that follows the end.
       key: one PRNG key for the batch, or one a sequence, which a sampler that draws must have. A row of a batch draws
         what it would draw alone with the same key.
       buckets: whether prompts of about the same length, and requests for about as many tokens, share a program: the
