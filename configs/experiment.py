@@ -26,6 +26,9 @@ BASELINE_BUDGET: Budget = 0.125
 COMPACT = ("streaming_llm",)  # those that give stored keys other positions
 
 
+Made = Policy | tuple[Policy, Any]
+"""A policy, or one and its learned parameters, a tree a layer (`kvjax.init_policy_params`)."""
+
 LARGEST = 2**31 - 1
 _LONGEST = 100  # bytes of a name; two make a file's
 
@@ -89,6 +92,11 @@ def check_finite(least: float = -math.inf, most: float = math.inf, **options: An
                 wanted = f"above {least:g}" if math.isfinite(least) else ""
                 wanted += f" and at most {most:g}" if math.isfinite(most) else ""
                 raise ValueError(f"{name}={value!r} must be a finite number {wanted}".rstrip())
+
+
+def with_params(made: Made) -> tuple[Policy, Any]:
+    """A policy and its learned parameters, () if none are given."""
+    return made if isinstance(made, tuple) else (made, ())
 
 
 def label(budget: Budget | str) -> str:
@@ -212,15 +220,16 @@ class Experiment:
 
     Attributes:
       name: of the method, in tables and plots.
-      policies: (label, policy) pairs. The label is the budget, or a string for policies without one, such as "T=0.95";
-        plots place those by the live tokens that were measured.
+      policies: (label, policy) pairs; in place of a policy may stand one and its learned parameters. The label is the
+        budget, or a string for policies without one, such as "T=0.95"; plots place those by the live tokens that were
+        measured.
       setup: everything else.
       options: those of the config that are not the defaults of the method in `kvjax.methods`, such as "window=16".
       beside: other methods, at budgets of their own, that run on the same prompts.
     """
 
     name: str
-    policies: tuple[tuple[Budget | str, Policy], ...]
+    policies: tuple[tuple[Budget | str, Made], ...]
     setup: Setup = Setup()
     options: str = ""
     beside: tuple["Experiment", ...] = ()
@@ -246,8 +255,8 @@ class Experiment:
 
 
 def sweep(
-    make: Callable[[Any], Policy], values: Sequence[Any], name: str = "budget", form: str | None = None
-) -> tuple[tuple[Any, Policy], ...]:
+    make: Callable[[Any], Made], values: Sequence[Any], name: str = "budget", form: str | None = None
+) -> tuple[tuple[Any, Made], ...]:
     """One policy for every value, labelled by it, or by a form such as "T={:g}".
 
     Raises:

@@ -32,8 +32,8 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
-from kvjax import Policy, configs, models
-from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
+from kvjax import configs, models
+from kvjax.configs.experiment import Experiment, Made, Setup, check_distinct, check_whole, with_params
 from kvjax.experiments import run as job
 from kvjax.experiments.core import markdown, metrics, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
@@ -87,7 +87,8 @@ class Board:
     Attributes:
       model: "embedded" or "varied" for a model that comes with the project, or a checkpoint.
       methods: configs; if not given, all that can be made for the model.
-      policy: methods of one's own beside them, path.py:make each; make(budget) returns a policy.
+      policy: methods of one's own beside them, path.py:make each; make(budget) returns a policy, or
+        one and its learned parameters.
       bytes: shares of the full cache's bytes.
       parts: what is asked; if not given, all that can be asked of the model.
       metrics: more measures of answers that are compared with the full cache's, such as bleu and rouge_l.
@@ -177,13 +178,14 @@ class Board:
 # --- which policies ---
 
 
-def share_of_bytes(config: Any, policy: Policy, run: Shape) -> float:
+def share_of_bytes(config: Any, made: Made, run: Shape) -> float:
     """Keys and values that a policy's cache takes in a run, as a share of the full cache's."""
+    policy, _ = with_params(made)
     slots = lambda p: kvjax.make_plan(config, p, np.array(run.lengths), run.width, run.planned).num_slots
     return slots(policy) / slots(kvjax.Policy())
 
 
-def budget_for(make: Callable[[int], Policy], config: Any, share: float, run: Shape) -> int | None:
+def budget_for(make: Callable[[int], Made], config: Any, share: float, run: Shape) -> int | None:
     """The largest budget in tokens whose cache takes no more than a share of the bytes.
 
     None where the smallest that the method can work with takes more.
@@ -208,7 +210,12 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
     prompts, _ = build(setup, find_builders(setup), tokenizer, config)
     largest = shapes(prompts, config.max_position if config.learned_positions else None)[0]
     first, last = board.protect or (0, 0)
-    guard = lambda p: p if board.protect is None else kvjax.protect(p, sinks=first, recent=last)
+
+    def guard(made: Made) -> Made:
+        policy, own = with_params(made)
+        policy = policy if board.protect is None else kvjax.protect(policy, sinks=first, recent=last)
+        return (policy, own) if own else policy
+
     beside = []
     for name, get_config in [job.config_of(own)] if own else map(configs.find, board.methods or configs.available()):
         try:

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import kvjax
 from kvjax import configs, models
 from kvjax.configs import loading
-from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup, sweep
+from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Made, Setup, sweep, with_params
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.experiments import report, stopping, tasks
 from kvjax.experiments.core.command import plain_errors
@@ -82,7 +82,8 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         parser.add_argument(
             "--policy",
             metavar="FILE.py:make",
-            help="in place of a config: make(budget) returns a policy for each --budget",
+            help="in place of a config: make(budget) returns a policy, or one and its learned parameters, for each "
+            "--budget",
         )
         parser.add_argument("--shard", type=_shard, metavar="I/N", help="run every N-th example, from the I-th on")
         parser.add_argument(
@@ -146,8 +147,9 @@ def config_of(policy: str) -> tuple[str, Callable[..., Any]]:
           setup: model, tasks and sizes.
         """
         made = sweep(make, budget)
-        if wrong := [p for _, p in made if not isinstance(p, kvjax.Policy)]:
-            raise ValueError(f"{policy} returns {wrong[0]!r:.60}, which is no policy")
+        pair = lambda p: p if isinstance(p, tuple) and len(p) == 2 else (p, ())
+        if wrong := [p for _, p in made if not isinstance(pair(p)[0], kvjax.Policy)]:
+            raise ValueError(f"{policy} returns {wrong[0]!r:.60}, which is no policy, nor one and its parameters")
         return Experiment(name, made, setup)
 
     return name, get_config
@@ -227,7 +229,7 @@ def run(
     other = lambda m: {"options": options[m]} if m in options else {}
     config: dict[str, Any] = {
         "name": experiment.name,
-        "policies": [{"method": m, "budget": b, "policy": definition(p), **other(m)} for m, b, p in runs],
+        "policies": [{"method": m, "budget": b, "policy": _defined(p), **other(m)} for m, b, p in runs],
         "setup": dataclasses.asdict(setup),
         **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
@@ -258,6 +260,12 @@ def run(
             _run_missing(setup, runs, prompts, todo, tokenizer, mesh)
         else:
             print(f"{directory} is complete; --restart runs it again")
+
+
+def _defined(made: Made) -> str:
+    """The definition of a policy, and a digest of its learned parameters."""
+    policy, own = with_params(made)
+    return definition(policy) + (f" with parameters {digest(definition(own))}" if own else "")
 
 
 class _Todo:

@@ -181,3 +181,49 @@ def init_policy_params(
     """
     infos = infos_of(config, policy, width, max_new_tokens)
     return tuple(policy.at(i, len(infos)).init_params(info, jax.random.fold_in(key, i)) for i, info in enumerate(infos))
+
+
+def own_params(policy: Policy, infos: tuple[LayerInfo, ...], given: Any) -> tuple[Any, ...]:
+    """Learned parameters, a tree a layer, as the policy names them; () if it has none.
+
+    Raises:
+      ValueError: another number of trees than of layers, and what `layer_params` refuses.
+    """
+    L, given = len(infos), tuple(given)
+    if given and len(given) != L:
+        raise ValueError(f"policy_params has {len(given)} trees for {L} layers; give one a layer")
+    each = [layer_params(policy.at(i, L), info, given[i] if given else ()) for i, info in enumerate(infos)]
+    return tuple(each) if jax.tree.leaves(each) else ()
+
+
+def layer_params(policy: Policy, info: LayerInfo, given: Any) -> Any:
+    """The learned parameters of one layer in the containers that its policy begins with.
+
+    Dicts may stand for what has names, and lists for tuples.
+
+    Raises:
+      ValueError: other names or shapes than the policy begins with.
+    """
+    wanted, tree = begun_params(policy, info)
+    named = lambda leaves: {jax.tree_util.keystr(path): x for path, x in leaves}
+    wanted, here = named(wanted), named(jax.tree_util.tree_leaves_with_path(given))
+    if wanted and not here:
+        raise ValueError(
+            "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
+        )
+    shape = lambda each, n, otherwise: jnp.shape(each[n]) if n in each else otherwise
+    differs = lambda n: shape(wanted, n, None) != shape(here, n, None) and 0 not in shape(wanted, n, ())  # 0: not known
+    if wrong := [n for n in sorted({*wanted, *here}) if differs(n)]:
+        raise ValueError(
+            f"policy_params of layer {info.layer} do not fit {type(policy).__name__}: params{wrong[0]} is "
+            f"{shape(here, wrong[0], 'missing')}, but the policy has "
+            f"{shape(wanted, wrong[0], 'no parameter there')}; give those of init_policy_params, or others of their "
+            "names and shapes"
+        )
+    return jax.tree.unflatten(tree, [here[n] for n in wanted])
+
+
+@functools.lru_cache(maxsize=1024)
+def begun_params(policy: Policy, info: LayerInfo) -> tuple[list[Any], Any]:
+    """Names with shapes, and containers, of the learned parameters that a layer's policy begins with."""
+    return jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: policy.init_params(info, jax.random.key(0))))

@@ -155,6 +155,16 @@ def test_methods_of_ones_own_that_share_a_name_are_refused(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_learned_parameters_stand_beside_a_policy_of_ones_own(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import kvjax\n\n\ndef make(budget):\n    return kvjax.methods.window(budget), [budget]\n")
+    board_ = Board(policy=(f"{file}:make",), bytes=(0.5,), examples=1, length=320, protect=(2, 8))
+    (mine,) = board.experiment_of(board_, PARTS["in_prompt"], board_.policy[0]).beside
+    ((_, (policy, own)),) = mine.policies
+    assert (policy.sinks, policy.recent) == (2, 8)
+    assert own == [policy.budget]
+
+
 @pytest.mark.slow
 def test_a_board_is_written_and_goes_on(tmp_path, capsys):
     parts = ["in_prompt", "after_compression", "perplexity", "continuation"]

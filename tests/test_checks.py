@@ -1,5 +1,6 @@
 """What users give is checked before anything is traced; what drivers refuse is tested with them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Policy, methods, models
+from kvjax import Evict, Policy, methods, models
+from kvjax.contract import Score
 from kvjax.drivers.checks import check_prompts
 from kvjax.drivers.generation import generate
 from kvjax.methods import variants
@@ -122,10 +124,28 @@ class Weighted(Policy):
         return kv.keep(stats[Rows()] > ctx.params["w"][:, :1])
 
 
+class Line(Score):
+    """The position, times a number that is learned."""
+
+    def init_params(self, info, key):
+        return {"a": jnp.ones((info.num_kv_heads,))}
+
+    def __call__(self, slots):
+        return slots.params["a"][None, :, None] * slots.kv.pos.astype(jnp.float32)
+
+
+LINE = Evict(Line(), 3)
+
+
 @pytest.mark.parametrize(
     ("policy", "own", "message"),
     [
         (methods.snapkv, None, r"policy=snapkv must be a Policy.*; give what it makes, snapkv\(...\)"),
+        (
+            kvjax.chain(methods.snapkv(4, window=2), LINE),
+            [((), {"score": {"b": np.ones(2)}})],
+            r"params\[1\]\['score'\]\['a'\] is missing, but the policy has \(2,\)",
+        ),
         (Weighted(), None, "the policy has learned parameters: give policy_params="),
         (Weighted(), [{"w": np.zeros((2, 3))}] * 2, "has 2 trees for 1 layers"),
         (
@@ -146,6 +166,23 @@ def test_policies_and_their_parameters_fit(policy, own, message, shallow):
     if own is None or len(own) == 1:
         with pytest.raises(ValueError, match=message):
             kvjax.evict_layer(policy, *tensors.qkv(), policy_params=() if own is None else own[0])
+
+
+def test_dicts_stand_for_what_a_policy_has_learned_wherever_it_is_applied(shallow):
+    """In an `Evict`, in a chain, and by hand; a state that has none is refused there, too."""
+    model, params = shallow
+    how = {"lengths": [IDS.shape[1]] * 2, "max_new_tokens": 1}
+    first = {"score": {"a": -np.ones(2)}}
+    for policy, own in ((LINE, first), (kvjax.chain(LINE, LINE), [first, first])):
+        _, state = kvjax.prefill(model, params, IDS, policy=policy, policy_params=[own], max_new_tokens=1)
+        assert np.sort(state.layers[0].head_pos)[..., -3:].tolist() == [[[0, 1, 2]] * 2] * 2
+        _, full, stats = kvjax.forward(
+            model, params, IDS, kvjax.start(model, policy=kvjax.Policy(), **how), observe=(LINE,)
+        )
+        by_hand = policy(dataclasses.replace(full, params=(own,)), stats)
+        np.testing.assert_array_equal(by_hand.layers[0].head_pos, state.layers[0].head_pos)
+        with pytest.raises(ValueError, match="the policy has learned parameters"):
+            policy(full, stats)
 
 
 BAD_DOORS = [

@@ -165,6 +165,55 @@ def test_every_config_runs(config, tmp_path):
     assert {s["method"] for s in samples(tmp_path / config)} == {"full", config}
 
 
+LEARNED = """
+import numpy as np
+import kvjax
+from kvjax.contract import Score
+
+class Line(Score):
+    def init_params(self, info, key):
+        return {"a": np.zeros(info.num_kv_heads, np.float32), "phi": np.zeros((), np.float32)}
+
+    def __call__(self, slots):
+        a, phi = slots.params["a"], slots.params["phi"]
+        return a[None, :, None] * slots.kv.pos.astype(np.float32) + phi[None, None, None]
+
+make = lambda budget: kvjax.Evict(Line(), budget)
+last = lambda budget: (make(budget), [{"score": {"a": np.ones(4, np.float32), "phi": np.float32(0)}}])
+first = lambda budget: (make(budget), [{"score": {"a": -np.ones(4, np.float32), "phi": np.float32(0)}}])
+other = lambda budget: (make(budget), [{"score": {"a": np.ones(4, np.float32)}}])
+"""
+
+
+def test_a_policy_with_learned_parameters_runs_with_those_that_its_maker_returns(tmp_path):
+    """Read once for all policies or by itself; lines of other parameters are not taken over."""
+    (tmp_path / "mine.py").write_text(LEARNED)
+    argv = [*small(examples=["1"], budget=["16"]), "--tasks", "key_value", "--baselines", "none"]
+    ids = set()
+    for reads, maker in (("once", "last"), ("each", "first")):
+        out = tmp_path / maker
+        run.main(["--policy", f"{tmp_path}/mine.py:{maker}", *argv, "--reads", reads, "--output", str(out)])
+        (kept,) = np.load(out / "kept" / f"mine.{maker}@16.npz").values()
+        start = samples(out)[0]["prompt_tokens"] - 16 if maker == "last" else 0
+        assert [*map(sorted, kept[:, :16].tolist())] == [[*range(start, start + 16)]] * 4
+        ids.add(json.loads((out / "manifest.json").read_text())["config"]["ids"][f"mine.{maker}@16"])
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("maker", "message"),
+    [
+        ("make", r"the policy has learned parameters: .*; make\(budget\) of a file returns them behind the policy"),
+        ("other", r"params\['score'\]\['phi'\] is missing, but the policy has \(\)"),
+    ],
+)
+def test_learned_parameters_that_are_missing_are_named(maker, message, tmp_path):
+    (tmp_path / "mine.py").write_text(LEARNED)
+    argv = [*small(examples=["2"], budget=["16"]), "--tasks", "key_value", "--baselines", "none"]
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        run.main(["--policy", f"{tmp_path}/mine.py:{maker}", *argv, "--output", str(tmp_path / "out")])
+
+
 def test_a_method_without_budgets(made, tmp_path):
     """FastGen: labels are its recovery ratios."""
     command = ["--config", "fastgen.py", *small(budget=[]), "--tasks", "key_value", "--baselines", "random"]

@@ -16,6 +16,7 @@ from kvjax import methods, models
 from kvjax.drivers import attend, generation, loop, sampling, steps
 from kvjax.drivers.session import Session
 from kvjax.observe import Reread
+from tests.test_checks import LINE
 from tests.words import words
 
 M = 6
@@ -161,6 +162,15 @@ def test_a_saved_session_answers_equally_in_another_process(make, shallow, tmp_p
     given = [str(tmp_path / "session"), str(tmp_path / "params.npz"), json.dumps(ASKED)]
     there = subprocess.run([sys.executable, "-c", LOADED, *given], capture_output=True, text=True)
     assert json.loads(there.stdout or "null") == expected, there.stderr
+
+
+def test_a_saved_session_keeps_what_its_policy_has_learned(make, shallow, tmp_path):
+    session = make(policy=LINE, policy_params=[{"score": {"a": -np.ones(2, np.float32)}}]).compress(CONTEXT)
+    session.save(tmp_path / "session")
+    loaded = Session.load(tmp_path / "session", *shallow, words(), policy=LINE)
+    assert np.sort(session.state.layers[0].head_pos)[..., -3:].tolist() == [[[0, 1, 2]] * 2]
+    assert loaded.ask(ASKED[0]) == session.ask(ASKED[0])
+    assert loaded.compress(OTHER).ask(ASKED[0]) == session.compress(OTHER).ask(ASKED[0])
 
 
 def test_another_model_tokenizer_policy_or_sampler_is_refused(make, shallow, tmp_path):

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
+from kvjax.configs.experiment import Made, with_params
 from kvjax.drivers.beam import checked_search
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checks import check_block, check_positions, check_request
@@ -35,6 +36,7 @@ from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Tokens
 from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
+from kvjax.plan import own_params
 from kvjax.storage.mesh import DATA, sharding
 
 WORTH: Final = 2**16
@@ -156,6 +158,7 @@ def _read_prompts(
     tokens: Any,
     lengths: Any,
     keys: Key[Array, "B"],
+    own: tuple[PyTree[Any], ...],
     *,
     policy: kvjax.Policy,
     plan: kvjax.Plan,
@@ -163,6 +166,7 @@ def _read_prompts(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "B V"], kvjax.State]:
     how = {"policy": policy, "plan": plan, "lengths": lengths, "key": keys, "block": block, "mesh": mesh}
+    how["policy_params"] = own
     return kvjax.prefill(model, params, tokens, max_new_tokens=plan.infos[0].max_new_tokens, **how)
 
 
@@ -342,7 +346,7 @@ class Engine:
         self,
         model: Any,
         params: PyTree[Any],
-        policy: kvjax.Policy,
+        made: Made,
         shape: Shape,
         *,
         batch_size: int,
@@ -354,15 +358,17 @@ class Engine:
         """Plans; `compile` comes before `run`.
 
         Args:
-          model, params, policy, shape: what runs.
+          model, params, made, shape: what runs; of `made` the policy, with its learned parameters if it has any.
           batch_size: prompts that run together.
           tokenizer: of the model.
           block, mesh: how prompts are read, as in `kvjax.prefill`.
           once: whether other policies read the prompts, too: with neither blocks nor a mesh.
 
         Raises:
-          ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide.
+          ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide; learned
+            parameters that do not fit the policy.
         """
+        policy, own = with_params(made)
         self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
         self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
         self.tokenizer, self.block = tokenizer, block
@@ -372,6 +378,10 @@ class Engine:
         once = once and block is None and mesh is None and not reads_again(policy, L)
         self.stored = stored_as(policy, L) if once else None
         self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)
+        try:
+            self._own = own_params(policy, self.plan.infos, own)
+        except ValueError as e:
+            raise ValueError(f"{e}; make(budget) of a file returns them behind the policy: (policy, parameters)") from e
         check_block(self.plan, block, shape.width)
         searched = {p.example.questions[i].max_new_tokens for p in shape.prompts for i, _ in p.asked}
         self._searched = sorted(searched) if shape.num_beams > 1 else []
@@ -405,9 +415,10 @@ class Engine:
         if found is None and reads_again(self.policy, self.model.config.num_layers):
             self._read = functools.partial(_read_prompts, self.model, **how)  # not traced, as prompts have to be known
             lengths = np.full(B, max(len(p.tokens) for p in shape.prompts))
-            found = self._read(self.params, np.zeros((B, shape.width), np.int32), lengths, keys)
+            found = self._read(self.params, np.zeros((B, shape.width), np.int32), lengths, keys, self._own)
         if found is None:
-            lowered = _read.lower(self.model, self.params, ints(B, shape.width), ints(B), placed(keys), **how)
+            given = ints(B, shape.width), ints(B), placed(keys), self._own
+            lowered = _read.lower(self.model, self.params, *given, **how)
             self._read, found = lowered.compile(), lowered.out_info
             where, peak = self._read.output_shardings, peak_bytes(self._read)
         else:
@@ -454,7 +465,8 @@ class Engine:
 
     def _evicted(self, full: Full) -> tuple[Float[Array, "B V"], kvjax.State]:
         """The logits of a batch, and its state after the policy, in arrays of their own."""
-        return jnp.copy(full.logits), jax.tree.map(jnp.copy, applied(self.policy, full.state, full.stats, self.plan))
+        state = dataclasses.replace(full.state, params=self._own)
+        return jnp.copy(full.logits), jax.tree.map(jnp.copy, applied(self.policy, state, full.stats, self.plan))
 
     def run(
         self, prompts: Sequence[Prompt], shown: Example | None = None, full: Full | None = None
@@ -479,7 +491,7 @@ class Engine:
         if full is None or self.stored is None:
             arrays = self.rows(prompts)
             start = time.perf_counter()
-            logits, state = jax.block_until_ready(self._read(self.params, *arrays))
+            logits, state = jax.block_until_ready(self._read(self.params, *arrays, self._own))
             prefill_seconds = (time.perf_counter() - start) / B
         else:
             prefill_seconds, (logits, state) = None, self._evicted(full)

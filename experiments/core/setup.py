@@ -10,9 +10,9 @@ from typing import Any, Final
 from tqdm import tqdm
 
 import kvjax
-from kvjax import Policy, configs, methods
+from kvjax import configs, methods
 from kvjax.budgets import Schedule
-from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Setup, label
+from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Made, Setup, label, with_params
 from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import tasks
 from kvjax.experiments.core import metrics
@@ -26,8 +26,8 @@ from kvjax.models.sources import locate
 EXAMPLES: Final = 48
 """Examples of a task that has any number, where the setup does not say."""
 
-Run = tuple[str, str, Policy]
-"""A method, its budget as results write it, and the policy."""
+Run = tuple[str, str, Made]
+"""A method, its budget as results write it, and the policy, which may have learned parameters beside it."""
 
 # --- examples ---
 
@@ -237,7 +237,7 @@ def runs_of(experiment: Experiment) -> list[Run]:
       ValueError: a method and budget that stand for two policies, which would become one.
     """
     full = ("full", label(1.0), methods.full())
-    found = [full]
+    found: list[Run] = [full]
     for each in (experiment, *_baselines(experiment)):
         own = [(each.name, label(b), p) for b, p in each.policies]
         found += [(m, b, compressed(m, p, experiment.setup)) for m, b, p in own if (m, b, p) != full]
@@ -268,7 +268,7 @@ def _baselines(experiment: Experiment) -> list[Experiment]:
     return found
 
 
-def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
+def compressed(name: str, made: Made, setup: Setup) -> Made:
     """A policy that evicts after the prompt alone, or while decoding alone, where the setup wants that.
 
     Raises:
@@ -280,10 +280,12 @@ def compressed(name: str, policy: Policy, setup: Setup) -> Policy:
             raise ValueError("it evicts after the prompt alone, never while decoding")
         return dataclasses.replace(when, prefill=False)
 
+    policy, own = with_params(made)
     if setup.compress == "both" or (setup.compress == "prefill" and isinstance(policy, DropChannels)):
-        return policy  # channels are dropped after the prompt in any case
+        return made  # channels are dropped after the prompt in any case
     try:
-        return kvjax.when(Schedule() if setup.compress == "prefill" else decoding, policy)
+        policy = kvjax.when(Schedule() if setup.compress == "prefill" else decoding, policy)
+        return (policy, own) if own else policy
     except ValueError as e:
         raise ValueError(f"--compress {setup.compress} is not for {name}: {e}; leave it out") from e
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax import Policy, configs
-from kvjax.configs.experiment import Budget, label
+from kvjax.configs.experiment import Budget, label, with_params
 from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
 
 
@@ -44,7 +44,10 @@ def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str
             f"policy={name} stands for {len(found)} policies ({', '.join(label(b) for b, _ in found)}); give one value "
             f"of {', '.join(several)}"
         )
-    return found[0][1]
+    policy, own = with_params(found[0][1])
+    if own:
+        raise ValueError(f"policy={name} has learned parameters, which lm-eval's models here do not take; use run.py")
+    return policy
 
 
 def _as_typed(value: Any, wanted: Any) -> Any:

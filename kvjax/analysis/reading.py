@@ -113,8 +113,8 @@ class Reading:
         Raises:
           ValueError: what `policy(state, stats)` refuses.
         """
-        state = under(policy, self.state, self.stats, plan)
-        layers = _after(dataclasses.replace(state, params=tuple(policy_params)), self.stats)
+        state = under(policy, dataclasses.replace(self.state, params=tuple(policy_params)), self.stats, plan)
+        layers = _after(state, self.stats)
         for i, kv in enumerate(layers):
             if not traced(kv.pos):
                 check_kept(policy.at(i, len(layers)), i, kv, state.hparams[i])
@@ -132,8 +132,8 @@ class Reading:
         Raises:
           ValueError: a policy that ranks nothing after the prompt, and what `policy(state, stats)` refuses.
         """
-        state = under(policy, self.state, self.stats)
-        return _decisions(dataclasses.replace(state, params=tuple(policy_params)), self.stats)
+        state = dataclasses.replace(self.state, params=tuple(policy_params))
+        return _decisions(under(policy, state, self.stats), self.stats)
 
     def left(self, keep: Left) -> tuple[Layer, ...]:
         """The layers with what a mask or gates leave of each: a slot outside of the mask is dead.

@@ -157,7 +157,12 @@ def _flatten(x: Tree) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     return tuple(map(vars(x).__getitem__, names)), names
 
 
-jax.tree_util.register_pytree_node(Tree, _flatten, lambda names, each: Tree(**dict(zip(names, each, strict=True))))
+jax.tree_util.register_pytree_with_keys(
+    Tree,
+    lambda x: (tuple((jax.tree_util.DictKey(n), vars(x)[n]) for n in sorted(vars(x))), tuple(sorted(vars(x)))),
+    lambda names, each: Tree(**dict(zip(names, each, strict=True))),
+    _flatten,
+)
 
 
 class FrozenArrays(Mapping[str, np.ndarray]):

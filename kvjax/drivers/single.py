@@ -11,9 +11,10 @@ from kvjax.contract import Amount, Context, LayerInfo, Policy, Size, Stats, comp
 from kvjax.contract.checks import whole
 from kvjax.drivers.attend import Attend
 from kvjax.drivers.checks import as_array, check_lengths
-from kvjax.drivers.state import check_params, row_keys
+from kvjax.drivers.state import row_keys
 from kvjax.evict import check_kept
 from kvjax.observe import Reread
+from kvjax.plan import layer_params
 from kvjax.storage import Layer, empty
 
 
@@ -79,7 +80,7 @@ def evict_layer(
     heads = N if policy.layout.by_query_head else K
     width = 0 if hidden is None else hidden.shape[-1]
     info, steps = LayerInfo(layer, num_layers, N, heads, H, T, 0, width), jnp.zeros((B,), jnp.int32)
-    check_params(policy, info, policy_params)
+    policy_params = layer_params(policy, info, policy_params)
     hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
     keys, here = row_keys(key, B), jnp.int32(layer)
     ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, tokens, width=T, capacity=T)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import LAST, Context, LayerInfo, Phase, Policy, Stats
+from kvjax.contract import LAST, Context, Phase, Policy, Stats
 from kvjax.decide.rewrite import Match
 from kvjax.drivers import decide
 from kvjax.evict import evicts
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan
+from kvjax.plan import Plan, own_params
 from kvjax.storage import Storage, empty
 
 
@@ -162,26 +162,6 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
     return key if key is not None and key.ndim else _folded(key, np.arange(batch, dtype=np.int32))
 
 
-def check_params(policy: Policy, info: LayerInfo, given: Any) -> None:
-    """Refuses learned parameters of a layer that have other names or shapes than the policy begins with."""
-    wanted = jax.eval_shape(lambda: policy.init_params(info, jax.random.key(0)))
-    if not jax.tree.leaves((wanted, given)):
-        return
-    named = lambda tree: {jax.tree_util.keystr(p): jnp.shape(x) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
-    wanted, here = named(wanted), named(given)
-    if wanted and not here:
-        raise ValueError(
-            "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
-        )
-    differs = lambda n: wanted.get(n) != here.get(n) and 0 not in wanted.get(n, ())  # 0: a width that is not known
-    if wrong := [n for n in sorted({*wanted, *here}) if differs(n)]:
-        raise ValueError(
-            f"policy_params of layer {info.layer} do not fit {type(policy).__name__}: params{wrong[0]} is "
-            f"{here.get(wrong[0], 'missing')}, but the policy has {wanted.get(wrong[0], 'no parameter there')}; give "
-            "those of init_policy_params, or others of their names and shapes"
-        )
-
-
 def empty_state(
     config: Any,
     policy: Policy,
@@ -198,18 +178,13 @@ def empty_state(
 
     With `slots`, layers have their planned slots already, as between blocks of a prompt.
     """
-    B, L, given = lengths.shape[0], len(plan.layers), () if policy_params is None else tuple(policy_params)
-    if given and len(given) != L:
-        raise ValueError(f"policy_params has {len(given)} trees for {L} layers; give one a layer")
-    kinds = {(p, info.window): i for i, (p, info) in enumerate(zip(plan.layers, plan.infos, strict=True))}
-    for i in range(L) if given else kinds.values():
-        check_params(policy.at(i, L), plan.infos[i], given[i] if given else ())
-        where = plan.layers[i].layout.positions
-        if where != "original" and any(isinstance(p.rewrite, Match) for p in evicts(plan.layers[i])):
+    for i, p in enumerate(plan.layers):
+        if (where := p.layout.positions) != "original" and any(isinstance(x.rewrite, Match) for x in evicts(p)):
             raise ValueError(
                 f'layer {i} wants tokens at positions="{where}", but Match fits weights and values to tokens that stay '
                 'where they are; use "original", or leave out the rewrite'
             )
+    B, given = lengths.shape[0], own_params(policy, plan.infos, () if policy_params is None else policy_params)
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
     xp: Any = jnp if isinstance(lengths, jax.core.Tracer) else np  # which compiles nothing
