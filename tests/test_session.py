@@ -63,8 +63,13 @@ def test_answers_are_those_of_the_steps_by_hand(make, by_hand):
 
 
 def test_a_bar_shows_how_far_a_context_is_read(make, shallow, capsys):
-    make().compress(CONTEXT, progress=True)
-    assert f"{shallow[0].config.num_layers}/{shallow[0].config.num_layers}" in capsys.readouterr().err
+    """Read again, too; what has to be compiled for a question is said, once."""
+    session = make(policy=methods.kvzip(6, Reread((1, 2), chunk=4, sinks=1)), progress=True).compress(CONTEXT)
+    assert "5/5" in capsys.readouterr().err  # once, and four chunks again
+    said = [session.ask(q) and "compiling" in capsys.readouterr().err for q in (*ASKED, ASKED)]
+    assert said == [True, False, True]
+    assert make().compress(CONTEXT).ask(ASKED[0])
+    assert not capsys.readouterr().err  # no terminal
 
 
 def test_each_of_several_contexts_answers_as_it_does_alone(make, by_hand):
@@ -87,9 +92,9 @@ def test_a_context_is_read_again_before_it_is_compressed(make, by_hand):
     assert make(policy=kvzip).compress(CONTEXT).ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0], policy=kvzip)
 
 
-def test_questions_and_contexts_of_about_the_same_size_compile_nothing(make):
-    session, sizes = make(), []
-    for context, question in ((CONTEXT, ASKED[0]), ("ab " * 14, "aa ab ac ad")):
+def test_questions_of_all_sizes_and_contexts_of_about_the_same_compile_nothing(make):
+    session, sizes = make(max_question_tokens=64), []
+    for context, question in ((CONTEXT, ASKED[0]), ("ab " * 14, "aa ab ac ad " * 16)):
         session.compress(context).ask(question)
         sizes.append((attend.layer_step._cache_size(), loop._decoded._cache_size()))
     assert sizes[0] == sizes[1]
@@ -187,7 +192,10 @@ def test_another_model_tokenizer_policy_or_sampler_is_refused(make, shallow, tmp
         ({"tokenizer": others}, "was made with another tokenizer; give the one that the contexts were read with"),
         ({"tokenizer": words(bos_token="ab")}, "was made with another tokenizer"),
         ({"sampler": sampling.Sample()}, "was made with another sampler"),
-        ({"policy": methods.h2o(7)}, r"was made under Evict\(.*\), not under Evict\(.*; give the same policy"),
+        (
+            {"policy": methods.h2o(7, recent=2)},
+            r"under another policy, with budget=6 and not budget=7, with recent=Share\(share=0.5\) and not recent=2",
+        ),
     ):
         given = {"model": model, "params": params, "tokenizer": words(), "policy": POLICY} | options
         with pytest.raises(ValueError, match=message) as found:
@@ -200,6 +208,10 @@ def test_another_model_tokenizer_policy_or_sampler_is_refused(make, shallow, tmp
 BAD = [
     (lambda s: s().ask("aa"), "has read nothing to ask about; call compress"),
     (lambda s: s().compress(CONTEXT).ask("aa " * 30), "of 30 tokens and an answer of 6 end 35 tokens .* room for 32"),
+    (
+        lambda s: [x.ask("aa", keep=True) for x in [s().compress(CONTEXT)] for _ in range(3)],
+        "this is turn 3, but the session was made with max_turns=2; make it with as many as follow one another",
+    ),
     (lambda s: s().compress(CONTEXT).ask([]), "must be a text, or a list of at least one"),
     (lambda s: s().compress(CONTEXT).ask([3]), "question=.3. must be text, or a sequence"),
     (lambda s: s().compress(CONTEXT).ask(ASKED, keep=True), "several questions are asked; ask one"),

@@ -161,6 +161,9 @@ with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decisi
         ("rewrite", Written(lambda decision, slots: slots.kv.v), r"gives float32\[2, 2, 12, 8\], not a Decision; give"),
         ("score", Nothing(), "Nothing has neither `__call__` nor `memory`"),
         ("score", Function(lambda kv, stats, ctx: stats[Rows()]), r"Rows\(.* was not observed; list it in `observe`"),
+        ("score", Function(lambda kv, stats, ctx: stats["p"], (Rows(2),)), r"'p' was .* There is stats\[Rows\(last=2"),
+        ("score", Function(lambda kv, stats, ctx: stats.attn), "stats has no attn. There is nothing: attention is sta"),
+        ("score", Function(lambda kv, stats, ctx: kv.keys.sum()), r"test_single.py:\d+\): 'function'.* There are kv.k"),
     ],
 )
 def test_what_a_part_gives_is_an_array_for_the_slots(field, part, message):

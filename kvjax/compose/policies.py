@@ -482,6 +482,8 @@ def from_fn(fn: Callable[..., Array], budget: Count, *, observe: tuple[Any, ...]
 
     Args:
       fn: `(kv, stats, ctx) -> "B K S"`, from the layer, what was observed, and the moment; the larger number stays.
+        Policies share programs where this is the same object: define it once, outside of a loop over budgets, as a
+        lambda that is made anew compiles anew.
       budget: tokens of a kv head, on average.
       observe: what it wants to see.
       **fields: other fields of `Evict`, such as `sinks=4` or `when=Schedule(every=16)`.

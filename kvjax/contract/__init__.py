@@ -41,6 +41,7 @@ from kvjax.contract.values import Value as Value
 from kvjax.contract.values import compiled as compiled
 from kvjax.contract.values import count as count
 from kvjax.contract.values import data as data
+from kvjax.contract.values import place as place
 from kvjax.contract.values import resolve as resolve
 from kvjax.contract.values import value as value
 from kvjax.pallas_kernels.kinds import MOST as MOST

@@ -278,10 +278,21 @@ class AttentionInputs:
 
 
 class Stats(dict[Any, Any]):
-    """Statistics of the rows just read, by observation."""
+    """Statistics of the rows just read, by observation: `stats[Rows()]`.
+
+    What it has in which units is said by the observation (`kvjax.observe`).
+    """
 
     def __missing__(self, name: Any) -> Any:
-        raise ValueError(f"{name} was not observed; list it in `observe`")
+        raise ValueError(f"{name!r} was not observed; list it in `observe`. {self._there}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"stats has no {name}. {self._there}")
+
+    @property
+    def _there(self) -> str:
+        there = ", ".join(f"stats[{x!r}]" for x in self)
+        return f"There is {there or 'nothing: attention is stats[Rows()], where observe= has Rows()'}"
 
 
 @pytree

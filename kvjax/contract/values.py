@@ -69,8 +69,14 @@ def resolve(n: Count, prompt: Prompts, budget: Prompts | None = None) -> Prompts
         raise ValueError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
     found = np.asarray(n(prompt, budget))
     if found.shape != np.shape(prompt):
-        raise ValueError(f"{n!r} gave counts of shape {found.shape} for {np.shape(prompt)} prompts; give one for each")
+        raise ValueError(f"{place(n)} gave counts of shape {found.shape} for {np.shape(prompt)} prompts; give one each")
     return found
+
+
+def place(fn: Callable[..., Any]) -> str:
+    """A function by its name, file and line, for errors; others as repr."""
+    code = getattr(fn, "__code__", None)
+    return repr(fn) if code is None else f"{fn.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))

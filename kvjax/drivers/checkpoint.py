@@ -4,6 +4,7 @@ A file holds arrays and words about them (safetensors), and no code: a policy is
 """
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import json
@@ -54,7 +55,7 @@ def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, poli
         raise ValueError("the state holds no prompt that was read to its end; save what kvjax.prefill returns")
     infos, lengths = state.plan.infos, np.asarray(state.prompt_length)
     if planned(policy, infos, lengths)[0].layers != state.plan.layers:
-        raise ValueError(f"the state was not read under {policy}, but under another policy; give that")
+        raise ValueError(f"the state was read under another policy than this {type(policy).__name__}; give that")
     words = {
         "policy": described(policy),
         "model": _fingerprint(model, params),
@@ -85,7 +86,9 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
     check_model(model, params)
     words, arrays = _read(path)
     if words["policy"] != (here := described(policy)):
-        raise ValueError(f"{path} was made under {words['policy']}, not under {here}; give the same policy")
+        raise ValueError(
+            f"{path} was made under another policy, {_differing(words['policy'], here)}; give the same policy"
+        )
     if (there := len(words["capacities"])) != model.config.num_layers:
         raise ValueError(
             f"{path} holds a state of {there} layers, but the model has {model.config.num_layers}; give the model that "
@@ -106,6 +109,15 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
         raise ValueError(f"{path} holds the state of another model; give the model and parameters that read the prompt")
     wrap = lambda name, like: jax.random.wrap_key_data(arrays[name]) if _is_key(like) else arrays[name]
     return tree.unflatten(map(wrap, wanted, leaves)), words["notes"]
+
+
+def _differing(there: str, here: str) -> str:
+    """Where two policies differ, as `described` has them."""
+    a, b = (re.split(r"(?<=, )|(?<=\()", x) for x in (there, here))
+    blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    each = [(a[i:j], b[k:n]) for op, i, j, k, n in blocks if op != "equal"]
+    shown = lambda x: "".join(x).rstrip(", ") or "nothing"
+    return ", ".join(f"with {shown(x)} and not {shown(y)}" for x, y in each)
 
 
 def described(x: Any) -> str:

@@ -31,6 +31,11 @@ def rereads(state: State) -> tuple[Reread, ...]:
     return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
 
 
+def passes(hows: tuple[Reread, ...], width: int) -> int:
+    """How many chunks are repeated in all."""
+    return sum(len([*how.firsts(width)]) for how in hows)
+
+
 def check_rereads(model: Any, state: State, hows: tuple[Reread, ...]) -> None:
     """Refuses instructions outside the vocabulary, and repetitions that end beyond learned positions."""
     width, config = state.plan.infos[0].prompt_len, model.config
@@ -52,10 +57,12 @@ def reread(
     state: State,
     stats: AttnStats,
     hows: tuple[Reread, ...],
+    after_layer: Callable[[], Any],
 ) -> State:
     """Repeats the prompt, and updates the state also by the attention that its tokens get meanwhile.
 
-    `state` holds the whole prompts, and `stats` is what was observed while they were read.
+    `state` holds the whole prompts, and `stats` is what was observed while they were read. `after_layer` is called as
+    often as `passes` says for each layer.
     """
     T, plan, (outer, each) = tokens.shape[1], state.plan, model.parts(params)
     for how in hows:
@@ -69,6 +76,7 @@ def reread(
                 attend = Repeat(pos, jnp.int32(first), state.length, how, size)
                 x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
                 found[i] = found[i] if new is None else jnp.maximum(found[i], new)
+                after_layer()
         stats = _with(stats, how, found)
     state, lost = decided(state, stats)
     check_lost(state, lost)

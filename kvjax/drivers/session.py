@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+from tqdm.auto import tqdm
 
 from kvjax.contract import Policy, Size
 from kvjax.drivers.buckets import bucket
@@ -48,8 +49,9 @@ class Session:
     ```
 
     The context is read without the questions, so the policy cannot know them (the question-agnostic protocol). Contexts
-    and questions of about the same size share compiled programs, whatever their text, and later processes find these
-    again (`kvjax.keep_compiled`).
+    of about the same size share compiled programs, and so do all questions; later processes find these again
+    (`kvjax.keep_compiled`). To compile them, and to read a context again (KVzip), takes far longer than to answer, so a
+    bar shows how far that is.
 
     Args:
       model, params: the model.
@@ -57,7 +59,7 @@ class Session:
       policy: what to evict; everything is kept by default.
       max_new_tokens: tokens of an answer.
       max_question_tokens: tokens of a question, with what a chat template writes around it.
-      max_turns: questions and answers that may follow one another (`keep`). The cache is planned for
+      max_turns: questions and answers that may follow one another (`keep`), the last included. The cache is planned for
         `max_turns * (max_question_tokens + max_new_tokens)` tokens behind the context.
       sampler: greedy by default.
       eos_ids: tokens that end an answer; the model's own if None, `()` for none.
@@ -66,6 +68,7 @@ class Session:
       block: read contexts in blocks of so many tokens (`kvjax.prefill`).
       policy_params: the policy's learned parameters, if it has any.
       buckets: whether sizes are rounded up, so that contexts of about the same width share programs.
+      progress: whether bars show what is read and compiled, widgets in notebooks; where stderr is a terminal if None.
 
     Raises:
       ValueError: what is no model, tokenizer or policy, parameters of another model, and numbers that make no sense.
@@ -88,11 +91,12 @@ class Session:
         block: Size | None = None,
         policy_params: Any = None,
         buckets: bool = True,
+        progress: bool | None = None,
     ):
         check_tokenizer(tokenizer)
         check_model(model, params)
         self._model, self._params, self._tokenizer, self._sampler = model, params, tokenizer, sampler
-        self._policy, self._policy_params = policy, policy_params
+        self._policy, self._policy_params, self._progress = policy, policy_params, progress
         self._key = None if key is None else checked_key(key)
         self._options: dict[str, Any] = {  # those that `save` writes
             "max_new_tokens": max_new_tokens,
@@ -108,6 +112,7 @@ class Session:
         )
         self._dialogues: tuple[Dialogue, ...] = ()
         self._state: Any = None
+        self._compiled: set[Any] = set()  # of which questions
         try:
             keep_compiled()
         except ValueError as e:
@@ -129,7 +134,7 @@ class Session:
         self._opened()
         return self._state
 
-    def compress(self, context: _Context | Sequence[_Context], *, progress: bool = False) -> "Session":
+    def compress(self, context: _Context | Sequence[_Context]) -> "Session":
         """Reads a context, or several, and evicts from them. What the session had read before is forgotten.
 
         A context that is refused leaves the session as it was.
@@ -137,7 +142,6 @@ class Session:
         Args:
           context: a text; the messages of a chat, which the tokenizer's template makes a text of; or a list of these,
             each of which gets its own answers. Where the last message is the user's, questions go on with it.
-          progress: shows a bar of the layers that are compiled and read, a widget in notebooks.
 
         Returns:
           The session.
@@ -150,7 +154,7 @@ class Session:
         dialogues = tuple(Dialogue.opened(self._tokenizer, c) for c in contexts)
         prompts = check_prompts(self._model, *_padded([d.ids for d in dialogues]))
         how = {name: self._options[name] for name in ("block", "buckets")}
-        how |= {"key": self._key, "policy_params": self._policy_params, "progress": progress}
+        how |= {"key": self._key, "policy_params": self._policy_params, "progress": self._progress}
         _, self._state = read_prompts(self._model, self._params, prompts, self._policy, self._planned, **how)
         self._dialogues = dialogues
         return self
@@ -176,20 +180,26 @@ class Session:
         asked = [dialogues[r].question(q) for r, q in zip(rows, questions, strict=True)]
         tokens, lengths = _padded(asked)
         B, T = tokens.shape
-        self._check_room(T)
+        self._check_room(T, max(len(dialogues[r].turns) for r in rows) + 1)
         state = self._state[np.array(rows)]
         state = state if key is None else dataclasses.replace(state, keys=row_keys(key, B))
         at, given, _ = given_tokens(model, self._params, tokens, state, lengths)
-        more = bucket(T) - T if self._options["buckets"] else 0
+        more = bucket(self._planned) - T if self._options["buckets"] else 0
         given = jax.tree.map(lambda x: jnp.pad(x, ((0, more), (0, 0))), given)
-        _, at = decoded(model, self._params, at, given, jnp.int32(T - 1), in_place=True, chunk=T + more)
+        seen = None
         if self._sampler.reads_seen:
             seen = np.zeros((B, model.config.vocab_size), bool)
             for b, r in enumerate(rows):
                 seen[b, [*dialogues[r].ids, *asked[b]]] = True
-            at = dataclasses.replace(at, seen=jnp.asarray(seen))
+            seen = jnp.asarray(seen)
         how: dict[str, Any] = {"sampler": self._sampler, "ends": ends}
-        _, at = decoded(model, self._params, at, None, None, in_place=True, chunk=1, sleeps=True, **how)
+        kind = state.plan, T + more, B, given[1] is None
+        hidden = kind in self._compiled or (None if self._progress is None else not self._progress)
+        self._compiled.add(kind)
+        with tqdm(desc="question: compiling", bar_format="{desc}", leave=False, disable=hidden):
+            _, at = decoded(model, self._params, at, given, jnp.int32(T - 1), in_place=True, chunk=T + more)
+            at = dataclasses.replace(at, seen=seen)
+            _, at = decoded(model, self._params, at, None, None, in_place=True, chunk=1, sleeps=True, **how)
         how |= {"max_new_tokens": self._options["max_new_tokens"], "asked": (dialogues, questions)}
         how["pieces"] = [TextPieces(self._tokenizer, self._options["stop"]) for _ in asked]
         return Stream(model, self._params, at, **how)
@@ -325,16 +335,21 @@ class Session:
         if len(questions) != len(self._dialogues):
             raise ValueError("a context goes on from one answer, but several questions are asked; ask one")
 
-    def _check_room(self, asked: int) -> None:
+    def _check_room(self, asked: int, turn: int) -> None:
         """Refuses a question that is too long, or one turn too many."""
-        state, names = self._state, ("max_new_tokens", "max_question_tokens", "max_turns")
-        new, most, turns = (self._options[name] for name in names)
+        if turn > (turns := self._options["max_turns"]):
+            raise ValueError(
+                f"this is turn {turn}, but the session was made with max_turns={turns}; make it with as many as follow "
+                "one another"
+            )
+        state, names = self._state, ("max_new_tokens", "max_question_tokens")
+        new, most = (self._options[name] for name in names)
         needed = int((state.length - state.prompt_length).max()) + asked + new - 1
         if needed > self._planned:
             raise ValueError(
                 f"a question of {asked} tokens and an answer of {new} end {needed} tokens behind the context"
-                f", but there is room for {self._planned}; make the session with max_question_tokens={asked} or more, "
-                f"and as many max_turns as are kept (now {most} and {turns})"
+                f", but there is room for {self._planned}; make the session with max_question_tokens={asked} or more "
+                f"(now {most})"
             )
 
 

@@ -33,7 +33,7 @@ from kvjax.drivers.checks import (
 )
 from kvjax.drivers.decide import check_layers_kept
 from kvjax.drivers.mesh import check_mesh, on_mesh, placed
-from kvjax.drivers.replay import check_rereads, reread, rereads
+from kvjax.drivers.replay import check_rereads, passes, reread, rereads
 from kvjax.drivers.state import Prompts, State, empty_state, row_keys
 from kvjax.plan import Plan
 
@@ -148,12 +148,12 @@ def read_prompts(
     mesh: Mesh | None = None,
     buckets: bool = False,
     warns: bool = True,
-    progress: bool = False,
+    progress: bool | None = False,
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads prompts that were checked, and evicts from them.
 
     `buckets` drops columns that no prompt fills, and rounds sizes up (`plan_request`); without `warns`, texts beyond
-    the model's positions get no warning.
+    the model's positions get no warning. With `progress` None there is a bar where stderr is a terminal.
     """
     config, lengths, known = model.config, prompts.lengths, not traced(*prompts)
     if buckets and known:
@@ -176,7 +176,8 @@ def read_prompts(
         check_rereads(model, state, again)
     xp: Any = np if known else jnp
     num, L = 1 if block is None else -(-T // block), len(state.layers)
-    with tqdm(total=num * L, desc="prompt", unit="layer", disable=not progress) as bar:
+    total = (num + passes(again, plan.infos[0].prompt_len)) * L
+    with tqdm(total=total, desc="prompt", unit="layer", disable=None if progress is None else not progress) as bar:
         read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
         if block is not None:
             tokens = xp.pad(prompts.tokens, ((0, 0), (num * block - T, 0)))
@@ -197,7 +198,7 @@ def read_prompts(
         tokens = xp.pad(prompts.tokens, ((0, 0), (plan.infos[0].prompt_len - T, 0)))
         logits, state, stats = read(tokens, state, lengths, evict=not again, gives=bool(again))
         if again and stats is not None:
-            state = reread(model, params, tokens, np.asarray(lengths), state, stats, again)
+            state = reread(model, params, tokens, np.asarray(lengths), state, stats, again, bar.update)
         return checked_logits(logits, state), state
 
 

@@ -24,6 +24,7 @@ from kvjax.contract import (
     Size,
     Slots,
     count,
+    place,
     resolve,
 )
 from kvjax.decide.select import best
@@ -73,12 +74,16 @@ class Function(Score):
         return self.observed
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        found, wanted = self.fn(slots.kv, slots.stats, slots.ctx), slots.kv.pos.shape
-        if getattr(found, "shape", None) != wanted:
+        try:
+            found, wanted = self.fn(slots.kv, slots.stats, slots.ctx), slots.kv.pos.shape
+        except (AttributeError, TypeError) as e:
             raise ValueError(
-                f"{self.fn} returned {getattr(found, 'shape', repr(found))}; return an array of shape {wanted}, one "
-                "number a slot"
-            )
+                f"{place(self.fn)}: {e}. There are kv.k, kv.v, kv.pos, kv.live and kv.num_live, ctx.length, "
+                "ctx.prompt_length and ctx.tokens, and stats[...] of what is listed in observe="
+            ) from e
+        if getattr(found, "shape", None) != wanted:
+            what = getattr(found, "shape", repr(found))
+            raise ValueError(f"{place(self.fn)} returned {what}; return an array of shape {wanted}, one number a slot")
         return found
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.contract import FrozenArrays, LayerInfo, Observation, Odd, Phase, Prompts, Score, Size, Slots, Value
+from kvjax.contract import FrozenArrays, LayerInfo, Observation, Odd, Phase, Prompts, Score, Size, Slots, Value, place
 from kvjax.observe import Hidden, Rows
 from kvjax.scores.blends import pool_in_order
 from kvjax.scores.keys import Given
@@ -79,8 +79,8 @@ def check_function(function: Callable[[Any, Any], Any], shape: Any, info: LayerI
     found = jax.eval_shape(lambda x: function(x, info.layer), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
     if found != tuple(wanted):
         raise ValueError(
-            f"{function!r} gives numbers of shape {found} for one token of layer {info.layer}, but {tuple(wanted)} are "
-            "needed; fit a function to this model"
+            f"{place(function)} gives numbers of shape {found} for one token of layer {info.layer}, not "
+            f"{tuple(wanted)}; fit a function to this model"
         )
 
 
