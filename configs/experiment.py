@@ -99,6 +99,12 @@ def with_params(made: Made) -> tuple[Policy, Any]:
     return made if isinstance(made, tuple) else (made, ())
 
 
+def changed(made: Made, change: Callable[[Policy], Policy]) -> Made:
+    """Another policy made of one, with the same learned parameters."""
+    policy, own = with_params(made)
+    return (change(policy), own) if own else change(policy)
+
+
 def label(budget: Budget | str) -> str:
     """How a budget is written in results: floats in positional notation, so that they stay told from ints."""
     return np.format_float_positional(budget, trim="0") if isinstance(budget, float) else str(budget)

@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax import configs, models
-from kvjax.configs.experiment import Experiment, Made, Setup, check_distinct, check_whole, with_params
+from kvjax.configs.experiment import Experiment, Made, Setup, changed, check_distinct, check_whole, with_params
 from kvjax.experiments import run as job
 from kvjax.experiments.core import markdown, metrics, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
@@ -210,12 +210,8 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
     prompts, _ = build(setup, find_builders(setup), tokenizer, config)
     largest = shapes(prompts, config.max_position if config.learned_positions else None)[0]
     first, last = board.protect or (0, 0)
-
-    def guard(made: Made) -> Made:
-        policy, own = with_params(made)
-        policy = policy if board.protect is None else kvjax.protect(policy, sinks=first, recent=last)
-        return (policy, own) if own else policy
-
+    protect = lambda p: p if board.protect is None else kvjax.protect(p, sinks=first, recent=last)
+    guard = lambda made: changed(made, protect)
     beside = []
     for name, get_config in [job.config_of(own)] if own else map(configs.find, board.methods or configs.available()):
         try:

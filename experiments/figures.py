@@ -174,26 +174,23 @@ def run(options: Options, command: Sequence[str]) -> None:
     tokenizer = models.load_tokenizer(source)
     environment_ = environment([*command])
     names = tuple(FIGURES) if options.name == ALL else (options.name,)
-    every = {name: _tokens(tokenizer, options, **_size(options, name)) for name in names}  # before weights are loaded
+    every = list[tuple[str, dict[str, int], np.ndarray]]()
+    for name in names:  # before weights are loaded
+        figure = FIGURES[name]
+        size = {"count": options.prompts or figure.prompts, "length": options.length or figure.length}
+        if options.text is None:
+            each = [prompts.from_project(tokenizer, **size, seed=seed) for seed in options.seeds]
+            tokens = np.concatenate(each)
+        else:
+            tokens = prompts.from_file(tokenizer, options.text, **size)
+        every.append((name, size, tokens))
     model, params = models.load(source, dtype=options.dtype)
-    for i, (name, tokens) in enumerate(every.items(), 1):
-        size = _size(options, name)
+    for i, (name, size, tokens) in enumerate(every, 1):
         text = "project" if options.text is None else str(options.text)
         config = {"model": options.model, "text": text, **size, "seed": options.seed, "dtype": options.dtype}
         part, about = f"{i} of {len(names)}, " if len(names) > 1 else "", {"config": config | options.given}
         draw(name, model, params, tokens, options.output, about | environment_, part=part, **options.given)
     print(f"written to {options.output}")
-
-
-def _size(options: Options, name: str) -> dict[str, int]:
-    figure = FIGURES[name]
-    return {"count": options.prompts or figure.prompts, "length": options.length or figure.length}
-
-
-def _tokens(tokenizer: Any, options: Options, **size: int) -> np.ndarray:
-    if options.text is not None:
-        return prompts.from_file(tokenizer, options.text, **size)
-    return np.concatenate([prompts.from_project(tokenizer, **size, seed=seed) for seed in options.seeds])
 
 
 def main(argv: Sequence[str]) -> None:

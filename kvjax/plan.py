@@ -204,26 +204,31 @@ def layer_params(policy: Policy, info: LayerInfo, given: Any) -> Any:
     Raises:
       ValueError: other names or shapes than the policy begins with.
     """
-    wanted, tree = begun_params(policy, info)
+    wanted, tree = _begun(policy, info)
     named = lambda leaves: {jax.tree_util.keystr(path): x for path, x in leaves}
-    wanted, here = named(wanted), named(jax.tree_util.tree_leaves_with_path(given))
+    wanted = {n: x.shape for n, x in named(wanted).items()}
+    here = named(jax.tree_util.tree_leaves_with_path(given))
     if wanted and not here:
         raise ValueError(
             "the policy has learned parameters: give policy_params=, those of init_policy_params to begin with"
         )
-    shape = lambda each, n, otherwise: jnp.shape(each[n]) if n in each else otherwise
-    differs = lambda n: shape(wanted, n, None) != shape(here, n, None) and 0 not in shape(wanted, n, ())  # 0: not known
-    if wrong := [n for n in sorted({*wanted, *here}) if differs(n)]:
+    fits = lambda n: n in wanted and n in here and (0 in wanted[n] or wanted[n] == jnp.shape(here[n]))  # 0: not known
+    if wrong := [n for n in sorted({*wanted, *here}) if not fits(n)]:
+        n, found = wrong[0], {name: jnp.shape(x) for name, x in here.items()}
         raise ValueError(
-            f"policy_params of layer {info.layer} do not fit {type(policy).__name__}: params{wrong[0]} is "
-            f"{shape(here, wrong[0], 'missing')}, but the policy has "
-            f"{shape(wanted, wrong[0], 'no parameter there')}; give those of init_policy_params, or others of their "
-            "names and shapes"
+            f"policy_params of layer {info.layer} do not fit {type(policy).__name__}: params{n} is "
+            f"{found.get(n, 'missing')}, but the policy has {wanted.get(n, 'no parameter there')}; give those of "
+            "init_policy_params, or others of their names and shapes"
         )
     return jax.tree.unflatten(tree, [here[n] for n in wanted])
 
 
+def learns(policy: Policy, infos: tuple[LayerInfo, ...]) -> bool:
+    """Whether the policy has learned parameters in any layer."""
+    return any(_begun(policy.at(i, len(infos)), info)[0] for i, info in enumerate(infos))
+
+
 @functools.lru_cache(maxsize=1024)
-def begun_params(policy: Policy, info: LayerInfo) -> tuple[list[Any], Any]:
+def _begun(policy: Policy, info: LayerInfo) -> tuple[list[Any], Any]:
     """Names with shapes, and containers, of the learned parameters that a layer's policy begins with."""
     return jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: policy.init_params(info, jax.random.key(0))))

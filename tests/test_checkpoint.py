@@ -156,7 +156,9 @@ def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
     flipped = {**shallow[1], "lm_head": jax.tree.map(lambda x: -x, shallow[1]["lm_head"])}
     with pytest.raises(ValueError, match="holds the state of another model; give the model and parameters that read"):
         load(model=(shallow[0], flipped))
-    with pytest.raises(ValueError, match="was made under another policy, with budget=8 and not budget=9; give the same"):
+    with pytest.raises(
+        ValueError, match="was made under another policy, with budget=8 and not budget=9; give the same"
+    ):
         load(policy=methods.h2o(9))
     with pytest.raises(ValueError, match="policy=None must be a Policy"):
         load(policy=None)

@@ -167,36 +167,26 @@ def test_every_config_runs(config, tmp_path):
 
 LEARNED = """
 import numpy as np
-import kvjax
-from kvjax.contract import Score
+from tests.test_checks import LINE
 
-class Line(Score):
-    def init_params(self, info, key):
-        return {"a": np.zeros(info.num_kv_heads, np.float32), "phi": np.zeros((), np.float32)}
-
-    def __call__(self, slots):
-        a, phi = slots.params["a"], slots.params["phi"]
-        return a[None, :, None] * slots.kv.pos.astype(np.float32) + phi[None, None, None]
-
-make = lambda budget: kvjax.Evict(Line(), budget)
-last = lambda budget: (make(budget), [{"score": {"a": np.ones(4, np.float32), "phi": np.float32(0)}}])
-first = lambda budget: (make(budget), [{"score": {"a": -np.ones(4, np.float32), "phi": np.float32(0)}}])
-other = lambda budget: (make(budget), [{"score": {"a": np.ones(4, np.float32)}}])
+make = lambda budget: LINE
+other = lambda budget: (LINE, [{"score": {"b": np.ones(4)}}])
+first, last = (lambda budget, x=x: (LINE, [{"score": {"a": np.full(4, x, np.float32)}}]) for x in (-1, 1))
 """
 
 
 def test_a_policy_with_learned_parameters_runs_with_those_that_its_maker_returns(tmp_path):
     """Read once for all policies or by itself; lines of other parameters are not taken over."""
     (tmp_path / "mine.py").write_text(LEARNED)
-    argv = [*small(examples=["1"], budget=["16"]), "--tasks", "key_value", "--baselines", "none"]
+    argv = [*small(examples=["1"], budget=["3"]), "--tasks", "key_value", "--baselines", "none"]
     ids = set()
     for reads, maker in (("once", "last"), ("each", "first")):
         out = tmp_path / maker
         run.main(["--policy", f"{tmp_path}/mine.py:{maker}", *argv, "--reads", reads, "--output", str(out)])
-        (kept,) = np.load(out / "kept" / f"mine.{maker}@16.npz").values()
-        start = samples(out)[0]["prompt_tokens"] - 16 if maker == "last" else 0
-        assert [*map(sorted, kept[:, :16].tolist())] == [[*range(start, start + 16)]] * 4
-        ids.add(json.loads((out / "manifest.json").read_text())["config"]["ids"][f"mine.{maker}@16"])
+        (kept,) = np.load(out / "kept" / f"mine.{maker}@3.npz").values()
+        start = samples(out)[0]["prompt_tokens"] - 3 if maker == "last" else 0
+        assert [*map(sorted, kept[:, :3].tolist())] == [[start, start + 1, start + 2]] * 4
+        ids.add(json.loads((out / "manifest.json").read_text())["config"]["ids"][f"mine.{maker}@3"])
     assert len(ids) == 2
 
 
@@ -204,12 +194,12 @@ def test_a_policy_with_learned_parameters_runs_with_those_that_its_maker_returns
     ("maker", "message"),
     [
         ("make", r"the policy has learned parameters: .*; make\(budget\) of a file returns them behind the policy"),
-        ("other", r"params\['score'\]\['phi'\] is missing, but the policy has \(\)"),
+        ("other", r"params\['score'\]\['a'\] is missing, but the policy has \(4,\)"),
     ],
 )
 def test_learned_parameters_that_are_missing_are_named(maker, message, tmp_path):
     (tmp_path / "mine.py").write_text(LEARNED)
-    argv = [*small(examples=["2"], budget=["16"]), "--tasks", "key_value", "--baselines", "none"]
+    argv = [*small(examples=["1"], budget=["3"]), "--tasks", "key_value", "--baselines", "none"]
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         run.main(["--policy", f"{tmp_path}/mine.py:{maker}", *argv, "--output", str(tmp_path / "out")])
 

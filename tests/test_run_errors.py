@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import pathlib
 import re
 import shutil
 
@@ -12,16 +11,10 @@ import kvjax
 from kvjax import methods, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import Experiment, Setup
-from kvjax.experiments import board, figures, findings, learn, probe, run
-from kvjax.experiments.core.command import plain_errors
+from kvjax.experiments import board, figures, findings, learn, run
 from kvjax.experiments.tasks import TASKS
 from kvjax.models.embedded import EMBEDDED
 from tests.runs import SHORT, contents, one_layer, small
-
-
-def _probe(argv):
-    with plain_errors():
-        probe.filters(probe.Probe(pathlib.Path("filters.npy"), text=argv[0]))
 
 
 def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, capsys):
@@ -94,10 +87,6 @@ def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, c
         ),
         (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
         (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
-        (
-            ["--config", "snapkv.py", "--text", "no.txt"],
-            "--text no.txt cannot be read .No such file or directory.; name a file",
-        ),
         (["--config", "snapkv.py", "--data", "no.jsonl"], "--data no.jsonl: there is no such file"),
         (["--config", "snapkv.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
         (["--config", ""], "no config ''"),
@@ -128,8 +117,6 @@ def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
         (figures.main, ["loss_bound", "--text", "no.txt"], "No such file or directory: 'no.txt'"),
         (findings.main, ["what_decides", "--text", "short.txt"], "short.txt has 2 tokens, but"),
         (learn.main, ["gates", "--shares", "nan"], r"shares=\(nan,\) must be a finite number above 0 and at most 1"),
-        (learn.main, ["gates", "--length", "8"], "give --length|raise"),
-        (_probe, ["no.txt"], "--text no.txt cannot be read"),
     ],
 )
 def test_commands_look_at_what_they_are_given_before_they_load_weights(

@@ -12,7 +12,7 @@ from tqdm import tqdm
 import kvjax
 from kvjax import configs, methods
 from kvjax.budgets import Schedule
-from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Made, Setup, label, with_params
+from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Made, Setup, changed, label, with_params
 from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import tasks
 from kvjax.experiments.core import metrics
@@ -280,12 +280,11 @@ def compressed(name: str, made: Made, setup: Setup) -> Made:
             raise ValueError("it evicts after the prompt alone, never while decoding")
         return dataclasses.replace(when, prefill=False)
 
-    policy, own = with_params(made)
-    if setup.compress == "both" or (setup.compress == "prefill" and isinstance(policy, DropChannels)):
+    if setup.compress == "both" or (setup.compress == "prefill" and isinstance(with_params(made)[0], DropChannels)):
         return made  # channels are dropped after the prompt in any case
     try:
-        policy = kvjax.when(Schedule() if setup.compress == "prefill" else decoding, policy)
-        return (policy, own) if own else policy
+        when = Schedule() if setup.compress == "prefill" else decoding
+        return changed(made, lambda policy: kvjax.when(when, policy))
     except ValueError as e:
         raise ValueError(f"--compress {setup.compress} is not for {name}: {e}; leave it out") from e
 

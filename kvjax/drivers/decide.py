@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
 from kvjax.evict import check_kept, unscored
 from kvjax.observe import Reread
-from kvjax.plan import Plan, begun_params, own_params, planned
+from kvjax.plan import Plan, learns, own_params, planned
 from kvjax.storage import Storage, empty, to_pool
 
 
@@ -146,9 +146,8 @@ def under(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> A
             raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")
         if missing := [o for o in p.observe(stats.phase) if o not in stats.names[i]]:
             raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
-    infos, L = state.plan.infos, len(state.layers)
-    learns = any(begun_params(policy.at(i, L), info)[0] for i, info in enumerate(infos))
-    params = own_params(policy, infos, state.params if learns else ())
+    infos = state.plan.infos
+    params = own_params(policy, infos, state.params) if learns(policy, infos) else ()
     return dataclasses.replace(state, hparams=hparams, params=params, plan=plan)
 
 

@@ -31,11 +31,6 @@ def rereads(state: State) -> tuple[Reread, ...]:
     return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
 
 
-def passes(hows: tuple[Reread, ...], width: int) -> int:
-    """How many chunks are repeated in all."""
-    return sum(len([*how.firsts(width)]) for how in hows)
-
-
 def check_rereads(model: Any, state: State, hows: tuple[Reread, ...]) -> None:
     """Refuses instructions outside the vocabulary, and repetitions that end beyond learned positions."""
     width, config = state.plan.infos[0].prompt_len, model.config
@@ -61,8 +56,8 @@ def reread(
 ) -> State:
     """Repeats the prompt, and updates the state also by the attention that its tokens get meanwhile.
 
-    `state` holds the whole prompts, and `stats` is what was observed while they were read. `after_layer` is called as
-    often as `passes` says for each layer.
+    `state` holds the whole prompts, and `stats` is what was observed while they were read. `after_layer` is called
+    after each layer of each chunk.
     """
     T, plan, (outer, each) = tokens.shape[1], state.plan, model.parts(params)
     for how in hows:

@@ -342,8 +342,7 @@ class Session:
                 f"this is turn {turn}, but the session was made with max_turns={turns}; make it with as many as follow "
                 "one another"
             )
-        state, names = self._state, ("max_new_tokens", "max_question_tokens")
-        new, most = (self._options[name] for name in names)
+        state, new, most = self._state, self._options["max_new_tokens"], self._options["max_question_tokens"]
         needed = int((state.length - state.prompt_length).max()) + asked + new - 1
         if needed > self._planned:
             raise ValueError(

@@ -6,7 +6,6 @@ Letters: B batch, T tokens of a prompt, V vocabulary.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
@@ -17,7 +16,7 @@ from kvjax.drivers.door import forward
 from kvjax.drivers.state import AttnStats, Prompts, State
 from kvjax.drivers.steps import read_prompts, start
 from kvjax.observe import Reread
-from kvjax.plan import infos_of, init_policy_params, planned
+from kvjax.plan import infos_of, learns, planned
 
 
 class Stored(Policy):
@@ -125,9 +124,7 @@ def prefill_each(
             check_block(plan, None, T)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from e
-        if jax.tree.leaves(
-            jax.eval_shape(lambda p=policy: init_policy_params(model.config, p, jax.random.key(0), width=T))
-        ):
+        if learns(policy, plan.infos):
             raise ValueError(f"{name}: the policy has learned parameters; use kvjax.prefill(..., policy_params=)")
         groups.setdefault(() if reads_again(policy, L) else stored_as(policy, L), []).append(name)
     return _each(model, params, prompts, steps, policies, groups, key)

@@ -33,7 +33,7 @@ from kvjax.drivers.checks import (
 )
 from kvjax.drivers.decide import check_layers_kept
 from kvjax.drivers.mesh import check_mesh, on_mesh, placed
-from kvjax.drivers.replay import check_rereads, passes, reread, rereads
+from kvjax.drivers.replay import check_rereads, reread, rereads
 from kvjax.drivers.state import Prompts, State, empty_state, row_keys
 from kvjax.plan import Plan
 
@@ -176,7 +176,7 @@ def read_prompts(
         check_rereads(model, state, again)
     xp: Any = np if known else jnp
     num, L = 1 if block is None else -(-T // block), len(state.layers)
-    total = (num + passes(again, plan.infos[0].prompt_len)) * L
+    total = L * (num + sum(len([*how.firsts(plan.infos[0].prompt_len)]) for how in again))
     with tqdm(total=total, desc="prompt", unit="layer", disable=None if progress is None else not progress) as bar:
         read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
         if block is not None:
