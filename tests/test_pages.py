@@ -34,7 +34,7 @@ def cells(folder, name):
 
 
 def compared(claim, values, full, likely):
-    """Both means of a claim: `values` of a policy and budget, and the full cache's, by example; log-likelihoods?"""
+    """Both sides of a claim: `values` of a policy and budget, and the full cache's, by example; log-likelihoods?"""
     a, b = claim["a"], claim.get("b", [])
     pairs = list(zip(a, b)) if len(a) == len(b) else [(x, y) for x in a for y in b or [None]]  # noqa: B905
     kind, share, budgets = claim.get("kind", "better"), claim.get("share", 1.0), claim["budgets"]
@@ -42,21 +42,18 @@ def compared(claim, values, full, likely):
         gain = lambda budget: [
             x - y for p, q in pairs for x, y in zip(values(p, budget), values(q, budget), strict=True)
         ]
-        return statistics.mean(gain(min(budgets))), statistics.mean(gain(max(budgets)))
+        return gain(min(budgets)), gain(max(budgets))
     other = {
         "better": lambda q, budget: values(q, budget),
         "not_worse": lambda q, budget: [y - math.log(1.02) if likely else max(y - 0.02, 0) for y in values(q, budget)],
         "keeps": lambda q, budget: [y + math.log(share) if likely else share * y for y in full],
     }[kind]
     every = [pair for p, q in pairs for b in budgets for pair in zip(values(p, b), other(q, b), strict=True)]
-    return tuple(statistics.mean(each) for each in zip(*every, strict=True))
+    return tuple(zip(*every, strict=True))
 
 
-@pytest.mark.parametrize(
-    "folder", [STORED / "replication", STORED / "replication" / "perplexity"], ids=lambda f: f.name
-)
-def test_claims_are_what_the_records_say(folder):
-    """Of scores, perplexities and where kept tokens stand, and the numbers of words in the title."""
+def tries(folder):
+    """Rows of a page of claims, and a function from a row to its claim and both sides by pair, budget and example."""
     known = {c["says"]: c for each in tomllib.loads(
         (ROOT / "experiments" / "papers" / "claims.toml").read_text()).values() for c in each}  # fmt: skip
     parts, of = {part.title: name for name, part in PARTS.items()}, {}
@@ -64,31 +61,57 @@ def test_claims_are_what_the_records_say(folder):
         sign = -1 if x["part"] == "perplexity" else 1
         own = of.setdefault((x["model"], x["part"], x["method"], x["budget"]), {})
         own[x["task"], int(x["index"])] = sign * float(x["value"])
-    every = [r for r in cells(folder, "replication.md") if r[0] in known]
+
+    def sides(row):
+        claim, model, part = known[row[0]], row[2], parts.get(row[3])
+        if claim.get("kind") == "early":
+            (shares,) = json.loads((folder / f"early-{model}.json").read_text()).values()
+            return claim, (shares, [0.5] * len(shares))
+        by = lambda name, budget: [x for _, x in sorted(of[model, part, name, str(budget)].items())]
+        return claim, compared(claim, by, by("full", "1.0"), part == "perplexity")
+
+    return [r for r in cells(folder, "replication.md") if r[0] in known], sides
+
+
+CLAIMS = [STORED / "replication", STORED / "replication" / "perplexity"]
+
+
+@pytest.mark.parametrize("folder", CLAIMS, ids=lambda f: f.name)
+def test_claims_are_what_the_records_say(folder):
+    """Of scores, perplexities and where kept tokens stand, and the numbers of words in the title."""
+    every, sides = tries(folder)
     count = collections.Counter(r[-1] for r in every)
     said = f"{count['holds']} hold, {count['reversed']} reversed, {count['undecided']} undecided"
     assert (folder / "replication.md").read_text().splitlines()[0].endswith(said)
-    for row in every:
-        if known[row[0]].get("kind") == "early":
-            (shares,) = json.loads((folder / f"early-{row[2]}.json").read_text()).values()
-            assert abs(float(row[5].split(" ")[0]) - 100 * (statistics.mean(shares) - 0.5)) <= 0.0501, row
-    rows = [r for r in every if known[r[0]].get("kind") != "early"]
-    for says, _, model, measured, means, shown, word in random.sample(rows, 3):
-        part = parts[measured]
-        likely = part == "perplexity"
-        by = lambda name, budget, m=model, p=part: [x for _, x in sorted(of[m, p, name, str(budget)].items())]
-        both = compared(known[says], by, by("full", "1.0"), likely)
+    is_early = lambda row: row[3] == "where kept tokens stand"
+    for row in [*filter(is_early, every), *random.sample([r for r in every if not is_early(r)], 3)]:
+        claim, both = sides(row)
+        both, likely = [*map(statistics.mean, both)], folder.name == "perplexity" and not is_early(row)
         wanted = both[0] - both[1]
-        if known[says].get("kind") != "small":
+        if claim.get("kind") != "small":
             rounded = [math.exp(-x) if likely else 100 * x for x in both]
-            np.testing.assert_allclose([float(x) for x in means.split(" to ")], rounded, atol=0.0501)
-        mean, low, high = (float(x) for x in re.sub(r"[^-+.0-9 ]", "", shown).split())
-        assert abs(mean - (math.exp(wanted) if likely else 100 * wanted)) <= (0.000501 if likely else 0.0501), (
-            says,
-            model,
-        )
+            np.testing.assert_allclose([float(x) for x in row[4].split(" to ")], rounded, atol=0.0501)
+        mean, low, high = (float(x) for x in re.sub(r"[^-+.0-9 ]", "", row[5]).split())
+        assert abs(mean - (math.exp(wanted) if likely else 100 * wanted)) <= (0.000501 if likely else 0.0501), row
         assert low <= mean <= high
-        assert {"holds": low > likely, "reversed": high < likely, "undecided": True}[word]
+        assert {"holds": low > likely, "reversed": high < likely, "undecided": True}[row[6]]
+
+
+def test_words_of_claims_are_those_of_all_flips_of_signs():
+    """Of 32 examples, by sums of either half, after Holm's correction for all claims of a model."""
+    (rows, sides), signs = tries(CLAIMS[1]), 2.0 * np.indices((2,) * 16).reshape(16, -1).T - 1
+    for model in {row[2] for row in rows}:
+        raw, own = [], [row for row in rows if row[2] == model]
+        for row in own:
+            x, y = (np.reshape(side, (-1, 32)).sum(0) for side in sides(row)[1])
+            one, other = (signs @ half for half in np.split(x - y, 2))
+            other, reached = np.sort(other), abs((x - y).sum()) - 1e-9
+            beyond = 2**16 - np.searchsorted(other, reached - one) + np.searchsorted(other, -reached - one, "right")
+            raw.append(beyond.sum() / 2**32)
+        holm = 0.0
+        for rank, k in enumerate(np.argsort(raw)):
+            holm = max(holm, (len(raw) - rank) * raw[k])
+            assert (own[k][6] == "undecided") == (holm > 0.05), (own[k], holm)
 
 
 BOARDS = pytest.mark.parametrize("folder", sorted((STORED / "board").iterdir()), ids=lambda f: f.name)

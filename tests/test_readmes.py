@@ -4,6 +4,7 @@ What learning found stands in `test_learn_budget.py`, the ledger of papers in `t
 """
 
 import collections
+import csv
 import gzip
 import inspect
 import json
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 
 from kvjax import methods
+from kvjax.experiments import findings
 from kvjax.experiments.bench.peers.report import short
 from kvjax.experiments.core import page, page_markdown, sources, table
+from tests.kept import SMOLLM2
 from tests.runs import ROOT
 
 STORED = ROOT / "experiments" / "bench_results"
@@ -170,14 +173,55 @@ def results_in_short():
     prefill = [ratio(x) for name, x in rows.items() if "/prefill/" in name]
     yield f"is {min(decode):.1f} to {max(decode):.1f} times as fast as kvpress"
     yield f"prefill {min(prefill)} to {max(prefill)} times as fast as transformers"
-    tries = [
-        [cells[-1] for _, cells in tables(STORED / "replication" / page) if "where kept tokens stand" not in cells]
-        for page in ("replication.md", "perplexity/replication.md")
-    ]
-    (hold, against), (likely, unlikely) = ([x.count(word) for word in ("holds", "reversed")] for x in tries)
-    total = sum(word in ("holds", "reversed", "undecided") for word in tries[0])
+    hold, against, _, total = words("replication.md", without="where kept tokens stand")
+    likely, unlikely, *_ = words("perplexity/replication.md", without="where kept tokens stand")
     yield f"Of {total} tries of papers' claims {hold} hold and {against} are reversed in retrieval"
     yield f"retrieval, {likely} and {unlikely} by likelihood"
+
+
+def words(page, without="nothing"):
+    """How many tries of claims hold, are reversed and undecided, and all."""
+    found = [cells[-1] for _, cells in tables(STORED / "replication" / page) if without not in cells]
+    count = [found.count(word) for word in ("holds", "reversed", "undecided")]
+    return *count, sum(count)
+
+
+def claims_in_short():
+    hold, against, open_, total = words("replication.md")
+    yield f"Of {total} tries {hold} hold, {against} are reversed and {open_} undecided"
+    hold, against, *_ = words("perplexity/replication.md")
+    yield f"{hold} of {total} tries hold, the same 3 among them, and {against} are reversed"
+
+
+def claims_by_likelihood():
+    hold, against, open_, total = words("perplexity/replication.md")
+    yield f"Of {total} tries {hold} hold, {against} are reversed and {open_} undecided"
+
+
+def scores_in_use():
+    """What decides where scores that nobody would choose are left out."""
+
+    def shares(model, scores):
+        with np.load(STORED / "findings" / f"what_decides-{model}.npz") as data:
+            sizes = map(len, (findings.SCORES, findings.PROTECTIONS, findings.DIVISIONS))
+            logs = np.log(data["kl"][:, 0]).mean(-1).reshape(*sizes)
+        found = findings.shares(logs[[name in scores for name in findings.SCORES]])
+        return {name: f"{100 * share:.1f}" for name, share in found.items()}
+
+    six = {*findings.SCORES} - {"random", "key norm"}
+    four = {"accumulated", "mean", "expected", "votes"}
+    yield f"Of the six others the score explains {shares(SMOLLM2, six)['score']} %"
+    own = shares("embedded", four)
+    yield f"(accumulated, mean and expected attention, votes) {shares(SMOLLM2, four)['score']} %, and on"
+    yield f"{own['score']} %, where division explains {own['division']} and protection {own['protection']} %"
+
+
+def lengths():
+    """Of SmolLM2's prompts of retrieval, which the full cache holds."""
+    rows = gzip.decompress((STORED / "board" / SMOLLM2 / "scores.csv.gz").read_bytes()).decode().splitlines()
+    held = [x for x in csv.DictReader(rows) if x["method"] == "full"]
+    asked, after = ([int(x["live"]) for x in held if x["part"] == y] for y in ("in_prompt", "after_compression"))
+    yield f"(on SmolLM2 {min(asked)} to {max(asked)} without it; asked after compression, {min(after)} to {max(after)}"
 
 
 def loading():
@@ -257,9 +301,9 @@ KERNELS_SHOWN = {
     ("readme", "said"),
     [
         *((page, said) for page, many in (
-            ("experiments", (main_job,)),
+            ("experiments", (main_job, claims_in_short, scores_in_use)),
             ("experiments/bench_results", (pooling, boards, gates, learned_budget, curves,
-                                           blocks, stream, peers)),
+                                           blocks, stream, peers, claims_by_likelihood, scores_in_use, lengths)),
             (".", (results_in_short,)), ("kvjax", (about_curves,)), ("models", (loading, compiling)),
             ("pallas_kernels", (kernels, on_a_gpu)),
         ) for said in many)

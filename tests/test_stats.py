@@ -171,13 +171,23 @@ def test_tasks_weigh_the_same():
     assert shared == pytest.approx(stats.perplexity([1.0, 2.0, 3.0]))
 
 
-def test_small_p_values_are_of_all_flips():
-    """As by going through them, and small enough for a correction for hundreds of comparisons."""
-    x = np.random.default_rng(0).normal(1, 1, 16)
-    sums = ((np.arange(2**16)[:, None] >> np.arange(16)) % 2) @ x
+def test_p_values_are_of_all_flips():
+    """As by going through them, whatever was drawn, and small enough for a correction for hundreds of comparisons."""
+    x = np.random.default_rng(0).normal(0.4, 1, 18)
+    sums = ((np.arange(2**18)[:, None] >> np.arange(18)) % 2) @ x
     expected = 2 * min((sums <= 0).mean(), (sums >= 0).mean())
-    assert compare_perplexity((-x).tolist(), [0.0] * 16).p == pytest.approx(expected, rel=0.01)
-    assert compare_perplexity(np.linspace(-2, -1, 32).tolist(), [0.0] * 32).p == 2.0**-31
+    assert compare_perplexity((-x).tolist(), [0.0] * 18).p == pytest.approx(expected, rel=1e-9)
+    for n in (32, 40):
+        assert compare_perplexity(np.linspace(-2, -1, n).tolist(), [0.0] * n).p == 2.0 ** (1 - n)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_p_values_of_many_rows_are_nearly_of_all_flips(monkeypatch, ties):
+    x = np.random.default_rng(2).normal(0.3, 1, 32)
+    x = np.rint(3 * x) / 3 if ties else x
+    exact = compare_perplexity((-x).tolist(), [0.0] * 32).p
+    monkeypatch.setattr(stats, "_EXACT", 0)
+    assert exact <= compare_perplexity((-x).tolist(), [0.0] * 32).p <= 1.02 * exact
 
 
 def test_holm():

@@ -24,8 +24,8 @@ from kvjax.contract.checks import probability
 
 FEW: Final = 20
 """Below so many independent rows the bootstrap covers too rarely: 74 % for 95 % with 3 rows, 89 % with 12."""
-_RARE: Final = 10
-"""So few of the flips that were drawn say too little of how rare they are: all are counted."""
+_EXACT: Final = 40
+"""Up to so many differences all flips of their signs are counted one by one: 2^20 sums of either half."""
 _RESAMPLES: Final = 9_999
 
 Labels = Sequence[Hashable] | None
@@ -166,10 +166,10 @@ def compare(
     """Whether scores in [0, 1] are better than a baseline's on the same rows.
 
     For scores of 0 and 1 on independent rows: McNemar's exact test and Tango's score interval. Otherwise a sign-flip
-    permutation test, exact where the rows that differ are few enough to go through or its p-value is small, which
-    assumes that without an effect a difference is as likely as its negative; and the differences that it does not rule
-    out, between means over subsets of rows (Hartigan, Using subsample values as typical values, JASA 64, 1969). Of so
-    few rows that differ that no test can decide (below 6 for 95 %), the interval is Student-t, or Tango's as wide as
+    permutation test over all flips, exact for up to 40 rows that differ and nearly so for more, which assumes that
+    without an effect a difference is as likely as its negative; and the differences that it does not rule out, between
+    means over subsets of rows (Hartigan, Using subsample values as typical values, JASA 64, 1969), which are drawn. Of
+    so few rows that differ that no test can decide (below 6 for 95 %), the interval is Student-t, or Tango's as wide as
     the largest difference.
     An interval that would contradict its test ends at 0.
 
@@ -348,33 +348,38 @@ def _flipped(units: _Units, confidence: float) -> tuple[float, float, float]:
             drawn[0] = False  # the signs that were observed
         sums[i : i + step], sizes[i : i + step] = drawn @ units.totals, drawn @ units.sizes
     sums[np.abs(sums) < 1e-12 * np.abs(units.totals).sum()] = 0.0
-    beyond = float(min((sums <= 0).mean(), (sums >= 0).mean()))
-    if flips is None and beyond * count <= _RARE:
-        beyond = min(_below_and_above(units.totals))
-    p = min(1.0, 2 * beyond)
-    out = int(count * (1 - confidence) / 2 + 1e-9)
+    means, out = sums / np.maximum(sizes, 1e-300), int(count * (1 - confidence) / 2 + 1e-9)
     # A subset without any unit has its mean beyond all others.
-    means = lambda empty: np.sort(np.divide(sums, sizes, out=np.full(count, empty), where=sizes > 0))
-    return p, float(means(-math.inf)[out]), float(means(math.inf)[count - 1 - out])
+    ranked = lambda empty: np.sort(np.where(sizes > 0, means, empty))
+    low, high = float(ranked(-math.inf)[out]), float(ranked(math.inf)[count - 1 - out])
+    p = min(1.0, 2 * _beyond(units.totals))
+    if p <= 1 - confidence + 1e-12:  # though too many of the drawn subsets may be on the other side of 0
+        same = means[means * units.mean > 0]
+        low, high = max(low, float(same.min())), min(high, float(same.max()))
+    return p, low, high
 
 
-def _below_and_above(totals: np.ndarray) -> tuple[float, float]:
-    """The shares of all subsets whose sum is at most 0, and at least 0, of totals rounded to 2^-15 of their size.
+def _beyond(totals: np.ndarray) -> float:
+    """The share of all subsets whose sum is not on the side of the whole sum: at most 0, or at least 0.
 
-    Drawn flips bound p from below, and then no correction for hundreds of comparisons could be passed.
+    Of many totals, sums are counted in steps of 2^-17 of their size, and as 0 where the steps' rounding may have moved
+    them from there: the share is not too small, and by a few percent of itself too large.
     """
-    steps = np.rint(totals * (2**15 / np.abs(totals).sum())).astype(int)
-    zero = -int(steps[steps < 0].sum())
-    share = np.zeros(zero + int(steps[steps > 0].sum()) + 1)
-    share[zero] = 1.0
-    for step in steps[steps != 0]:
-        moved = np.zeros_like(share)
-        if step > 0:
-            moved[step:] = share[:-step]
-        else:
-            moved[:step] = share[-step:]
-        share = (share + moved) / 2
-    return float(share[: zero + 1].sum()), float(share[zero:].sum())
+    totals = (totals if totals.sum() > 0 else -totals)[totals != 0]
+    m, size = len(totals), np.abs(totals).sum()
+    if m <= _EXACT:
+        halves = [np.zeros(1), np.zeros(1)]
+        for i, total in enumerate(totals):
+            halves[i % 2] = np.concatenate([halves[i % 2], halves[i % 2] + total])
+        one, other = map(np.sort, halves)
+        return int(np.searchsorted(other, 1e-12 * size - one, "right").sum()) / 2**m
+    steps = np.rint(np.abs(totals) * (2**17 / size)).astype(int)
+    share = np.zeros(int(steps.sum()) + 1)  # of subsets, by the sum of sizes: of positive ones in it, negative ones not
+    share[0] = 1.0
+    for step in steps[steps > 0]:
+        share[step:] = share[step:] + share[:-step]
+        share /= 2
+    return float(share[: int(steps[totals < 0].sum()) + m // 2 + 1].sum())
 
 
 # --- formulas and checks ---
