@@ -268,7 +268,7 @@ class ChunkAttention:
         part = lambda x: chunks(x).reshape(B, K, -1, num, size, H)
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
         among = counts[:, None, None, :, None]
-        x = jax.nn.softmax(jnp.where(among, x, -jnp.inf), axis=-1, where=among)
+        x = jax.nn.softmax(jnp.where(among, x, jnp.finfo(x.dtype).min), axis=-1)
         mass = jnp.where(counts[:, None, None, :, :, None], x, 0.0).sum(4).mean(2).reshape(B, K, num * size)
         at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
         column = jnp.where(counts.reshape(B, -1), source, T)[:, None]

@@ -2,11 +2,15 @@
 
 import json
 
+import jax
+import numpy as np
 import pytest
 
+import kvjax
+from kvjax import methods
 from tests import kept
 from tests.cases import CASES
-from tests.table import marks
+from tests.table import MAKE, Case, marks
 
 RECORDED = {"raw": kept.recorded("raw"), "embedded": kept.expected("embedded")}
 QUICK = {  # rows of distinct mechanisms
@@ -43,6 +47,32 @@ def test_rows_that_are_to_differ_do():
 def test_keeps_what_was_recorded(case):
     found = {b: kept.of_tensors(case, CASES[case](json.loads(b), kept.SIZES)) for b in RECORDED["raw"][case]}
     assert found == RECORDED["raw"][case]
+
+
+MODES = {
+    "disable_jit": jax.disable_jit,
+    "checking_leaks": jax.checking_leaks,
+    "debug_nans": lambda: jax.debug_nans(True),
+    "x64": lambda: jax.enable_x64(True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@rows(MAKE, ("h2o", "keyformer", "lagkv", "compactor", "random_run", "cake", "attention_matching"))
+def test_keeps_the_same_however_jax_is_debugged(as_users_run_it, case, mode):
+    policy, budget = Case(case).policy, str(Case(case).budget)
+    wanted = RECORDED["raw"].get(case, {}).get(budget) or kept.of_tensors(case, policy)
+    with MODES[mode]():
+        assert kept.of_tensors(case, policy) == wanted
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow if m != "disable_jit" else ()) for m in MODES])
+def test_generates_the_same_however_jax_is_debugged(as_users_run_it, shallow, mode):
+    run = lambda: kvjax.generate(*shallow, np.arange(12)[None], policy=methods.h2o(8), max_new_tokens=3).tokens
+    wanted = run()
+    with MODES[mode]():
+        np.testing.assert_array_equal(run(), wanted)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def best(score: Float[Array, "B K S"], pos: Int[Array, "B K S"], budgets: Int[Ar
     sign, score = jnp.ones((), kind) << (bits_each - 1), score if wide else score.astype(jnp.float32)
     bits = lax.bitcast_convert_type(jnp.where(score == 0, jnp.zeros_like(score), score), kind)  # -0.0 is 0.0
     bits = lax.optimization_barrier(jnp.where(bits >= sign, ~bits, bits ^ sign))  # in the order of the scores
-    higher = lambda i, bar: bar | (sign >> i.astype(kind))
+    higher = lambda i, bar: bar | (sign >> jnp.asarray(i, kind))
     count = lambda slots: slots.sum(-1, dtype=jnp.int32)
     chosen, among, left = jnp.zeros_like(pos, bool), pos >= 0, jnp.maximum(budgets, 0)
     for key in (bits, pos.astype(kind)):  # positions decide between equal scores

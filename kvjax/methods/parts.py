@@ -175,7 +175,8 @@ class RandomRun(Select):
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, ctx, among, S = slots.kv, slots.ctx, slots.candidates, score.shape[-1]
-        order, places = in_order(jnp.where(among, kv.pos, EMPTY)), jnp.broadcast_to(jnp.arange(S), kv.pos.shape)
+        order = in_order(jnp.where(among, kv.pos, EMPTY))
+        places = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), kv.pos.shape)
         rank = jnp.put_along_axis(jnp.zeros_like(kv.pos), order, places, -1, inplace=False)
         count, excess = among.sum(-1), jnp.maximum(kv.num_live - budgets, 0)
         draw = jax.vmap(lambda key, event: jax.random.uniform(jax.random.fold_in(key, event), (), jnp.float32))

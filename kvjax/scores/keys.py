@@ -102,7 +102,7 @@ class LagRelative(Score):
         if num > 1:
             own = (self._parts(kv.k, order, num, lag) + self._parts(kv.v, order, num, lag)) / 2
             own = own if self.cross else jnp.argsort(jnp.argsort(own, axis=-1), axis=-1) / lag
-            score = score.at[..., sinks : sinks + (num - 1) * lag].set(own.reshape(B, K, -1))
+            score = score.at[..., sinks : sinks + (num - 1) * lag].set(own.reshape(B, K, -1).astype(jnp.float32))
         score = jnp.where(rank >= sinks + ((live - sinks) // lag - 1) * lag, 1.0, score)
         ramp = jnp.where(rank < sinks, 1.0, rank / jnp.maximum(live, 1))
         score = jnp.where(live < sinks + 2 * lag, ramp, score).astype(jnp.float32)
@@ -298,7 +298,7 @@ class Leverage(Score):
 
             def drawn(key: Array, head: Int[Array, ""]) -> Float[Array, "H m"]:
                 key = jax.random.fold_in(jax.random.fold_in(key, ctx.layer), head)
-                return jax.random.normal(key, (H, columns)) * columns**-0.5
+                return jax.random.normal(key, (H, columns), jnp.float32) * columns**-0.5
 
             sketches = jax.vmap(lambda key: jax.vmap(lambda head: drawn(key, head))(jnp.arange(K)))(ctx.keys)
             x = jnp.einsum("bksh,bkhm->bksm", x, sketches)
