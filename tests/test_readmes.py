@@ -187,15 +187,13 @@ def words(page, without="nothing"):
 
 
 def claims_in_short():
-    hold, against, open_, total = words("replication.md")
-    yield f"Of {total} tries {hold} hold, {against} are reversed and {open_} undecided"
-    hold, against, *_ = words("perplexity/replication.md")
-    yield f"{hold} of {total} tries hold, the same 3 among them, and {against} are reversed"
+    yield "Of {3} tries {0} hold, {1} are reversed and {2} undecided".format(*words("replication.md"))
+    likely = words("perplexity/replication.md")
+    yield "{0} of {3} tries hold, the same 3 among them, and {1} are reversed".format(*likely)
 
 
 def claims_by_likelihood():
-    hold, against, open_, total = words("perplexity/replication.md")
-    yield f"Of {total} tries {hold} hold, {against} are reversed and {open_} undecided"
+    yield "Of {3} tries {0} hold, {1} are reversed and {2} undecided".format(*words("perplexity/replication.md"))
 
 
 def scores_in_use():
@@ -206,14 +204,12 @@ def scores_in_use():
             sizes = map(len, (findings.SCORES, findings.PROTECTIONS, findings.DIVISIONS))
             logs = np.log(data["kl"][:, 0]).mean(-1).reshape(*sizes)
         found = findings.shares(logs[[name in scores for name in findings.SCORES]])
-        return {name: f"{100 * share:.1f}" for name, share in found.items()}
+        return [f"{100 * found[factor]:.1f}" for factor in ("score", "division", "protection")]
 
-    six = {*findings.SCORES} - {"random", "key norm"}
-    four = {"accumulated", "mean", "expected", "votes"}
-    yield f"Of the six others the score explains {shares(SMOLLM2, six)['score']} %"
-    own = shares("embedded", four)
-    yield f"(accumulated, mean and expected attention, votes) {shares(SMOLLM2, four)['score']} %, and on"
-    yield f"{own['score']} %, where division explains {own['division']} and protection {own['protection']} %"
+    six, four = {*findings.SCORES} - {"random", "key norm"}, {"accumulated", "mean", "expected", "votes"}
+    yield f"Of the six others the score explains {shares(SMOLLM2, six)[0]} %"
+    yield f"(accumulated, mean and expected attention, votes) {shares(SMOLLM2, four)[0]} %, and on the embedded model"
+    yield "{} %, where division explains {} and protection {} %".format(*shares("embedded", four))
 
 
 def lengths():
