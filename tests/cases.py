@@ -217,7 +217,7 @@ VARIANTS = {
 KVPRESS = {
     "kvpress_snapkv": lambda b, s: kvpress.kvpress_snapkv(1 - b, window=4),
     "kvpress_snapkv_cut": lambda b, s: kvpress.kvpress_snapkv(1 - b, window=20),
-    "kvpress_pyramidkv": lambda b, s: kvpress.kvpress_pyramidkv(1 - b, window=12),
+    "kvpress_pyramidkv": lambda b, s: kvpress.pyramidkv_kvpress(b, window=12),
     "kvpress_adakv": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_snapkv(1 - b, window=4)),
     "kvpress_adakv_keydiff": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_keydiff(1 - b)),
     "kvpress_adakv_curdkv": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_curdkv(1 - b)),
