@@ -103,7 +103,7 @@ class Unmasked:
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B _ S"]:
         kv, how = inputs.kv, {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
         attend: Any = attention if kv.how.mesh is None else functools.partial(attention_on, kv.how.mesh)
-        rows = inputs.q, kv.keys(inputs.rotate), kv.v, inputs.pos, kv.pos
+        rows = inputs.q, kv.k, kv.v, inputs.pos, kv.pos
         return attend(*rows, columns=(self.of(inputs),), bias=inputs.bias, **how).columns[0]
 
 
@@ -163,6 +163,14 @@ class FutureQueries:
 
 
 @value
+class Keys:
+    """Every slot's key as rows read it, for decisions that follow when all layers were read."""
+
+    def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S H"]:
+        return inputs.kv.k
+
+
+@value
 class UnrotatedKeys:
     """Every slot's key before rotation, in float32 or wider.
 
@@ -171,11 +179,11 @@ class UnrotatedKeys:
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S H"]:
         kv = inputs.kv
-        k = kv.k.astype(accumulator(kv.k.dtype))
-        if kv.how.positions == "rank":
-            return k
-        stretch = inputs.rotate(jnp.ones_like(k[:, :, :1]), jnp.zeros_like(kv.pos[:, :, :1]))
-        return inputs.rotate(k, -jnp.maximum(kv.pos, 0)) / jnp.square(stretch)
+        wide = accumulator(kv.k.dtype)
+        if inputs.raw_k is not None:
+            return inputs.raw_k.astype(wide)
+        stretch = inputs.rotate(jnp.ones_like(kv.k[:, :, :1], wide), jnp.zeros_like(kv.pos[:, :, :1]))
+        return inputs.rotate(kv.k.astype(wide), -jnp.maximum(kv.pos, 0)) / jnp.square(stretch)
 
 
 @value
@@ -261,7 +269,7 @@ class ChunkAttention:
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
         (B, _, T, H), K = inputs.q.shape, inputs.kv.pos.shape[1]
-        keys = inputs.kv.keys(inputs.rotate)[:, :, -T:]
+        keys = inputs.kv.k[:, :, -T:]
         source, index, counts = self._chunks(inputs.pos, inputs.ctx)
         num, size = counts.shape[1:]
         chunks = lambda x: jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)

@@ -64,14 +64,16 @@ def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tu
       max_new_tokens: decode steps that the run is planned for.
 
     Raises:
-      ValueError: tokens that are to stand at their ranks, where the model's positions cannot be changed.
+      ValueError: tokens that are to stand at their ranks, where the model's positions cannot be changed, or under a
+        policy that writes keys.
     """
     L, N, K, H = config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim
     heads = lambda i: N if policy.at(i, L).layout.by_query_head else K
     window = getattr(config, "window", lambda i: None)
     D = getattr(config, "embed_dim", 0)
     for i in range(L):
-        where = policy.at(i, L).layout.positions
+        here = policy.at(i, L)
+        where = here.layout.positions
         if where != "original" and getattr(config, "learned_positions", False):
             raise ValueError(
                 f'layer {i} wants tokens at positions="{where}", but the model adds learned positions to its '
@@ -82,6 +84,11 @@ def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tu
                 f'layer {i} wants tokens at positions="shifted", but in the model\'s rotary scaling a key cannot be '
                 "turned once more: YaRN and longrope multiply it by a factor at each turn, dynamic scaling and "
                 'longrope turn by the length of the text; use "rank"'
+            )
+        if where != "original" and "k" in here.writes:
+            raise ValueError(
+                f'layer {i} wants tokens at positions="{where}", where a key moves with its rank, but '
+                f'{type(here).__name__} writes keys, which hold where they were written; use "original"'
             )
     return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(i)) for i in range(L))
 

@@ -1,4 +1,4 @@
-"""Policies on models that do not rotate keys: logits that fall with distance (ALiBi), and learned positions."""
+"""Where keys stand: logits that fall with distance (ALiBi), learned positions, rotated keys as policies see them."""
 
 import dataclasses
 import functools
@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import decode_step, make_plan, models, prefill
-from kvjax.contract import EMPTY
+from kvjax import chain, decode_step, make_plan, methods, models, prefill, prefill_each, shared_layers
+from kvjax.budgets import STEP
+from kvjax.contract import EMPTY, Layout, PerSlot, Rewrite
 from kvjax.drivers.attend import without_cache
-from kvjax.evict import evicts
+from kvjax.evict import Evict, evicts
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
+from kvjax.scores.attention import Recency
 from tests import table, tensors
 from tests.cases import Sizes
+from tests.float64 import turned
 
 B, HEADS, T, NEW, BUDGET = 2, 2, 24, 7, 10
 LENGTHS = np.array([T, 17])
@@ -167,3 +170,61 @@ def test_last_hidden_states_are_what_logits_are_made_of(tiny):
             else next(params[name].T for name in ("embed_tokens", "wte") if name in params)
         )
         np.testing.assert_allclose(found @ head, logits, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ rotary embeddings
+
+H, TEXT, NEXT = 6, 10, 3
+GIVEN = [dict(zip("qkv", tensors.qkv(5, T=TEXT + NEXT, H=H), strict=True))]
+turn = lambda x, pos: turned(x, pos.astype(x.dtype), jnp)
+
+
+class Told(Rewrite):
+    """Remembers the keys that it was told of, and changes nothing."""
+
+    def memory(self, info):
+        return PerSlot((info.head_dim,))
+
+    def update(self, slots):
+        return slots.kv.k
+
+    def __call__(self, decision, slots):
+        return decision
+
+
+LAYOUTS = {"shifted": Layout("shifted", 2), "original": Layout(), "rank": Layout("rank")}
+LAYOUTS |= {"pool": Layout(pool=True), "rank in a pool": Layout("rank", pool=True)}
+TELLS = {name: Evict(Recency(), 6, 2, when=STEP, rewrite=Told(), layout=x) for name, x in LAYOUTS.items()}
+TELLS |= {f"{name}, few channels": chain(TELLS[name], methods.think(0.5, rows=4)) for name in ("original", "rank")}
+TELLS["rank, all layers"] = shared_layers(TELLS["rank"])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "," in n or n == "shifted" else pytest.mark.slow) for n in TELLS]
+)
+def test_policies_are_told_of_the_keys_that_rows_read(name):
+    """In every layout: rotated to where they stand for the newest row, and 0 in dropped channels."""
+    seen = tensors.replay(TELLS[name], GIVEN, TEXT, rotate=turn)
+    kv, raw = seen.kv.view(), np.asarray(GIVEN[0]["k"], np.float64)
+    (told,) = (x for x in jax.tree.leaves(kv.memory) if x.shape == (*kv.pos.shape, H))
+    for b, h in np.ndindex(*told.shape[:2]):
+        read = [*seen.live[-2][b][h], TEXT + NEXT - 1]
+        gap = (np.array(read) < 2) * (TEXT + NEXT - len(read))  # which shifts sinks to the tokens behind them
+        places = np.arange(len(read)) if "rank" in name else np.array(read) + gap * (name == "shifted")
+        left = np.ones(H, bool) if kv.channels is None else np.isin(np.arange(H), kv.channels[b, h])
+        keys = turned(raw[b, h, read] * (left if "rank" in name else 1), places, np) * (1 if "rank" in name else left)
+        wanted = dict(zip(read, keys, strict=True))
+        for slot in np.flatnonzero(kv.pos[b, h] >= 0):
+            np.testing.assert_allclose(told[b, h, slot], wanted[int(kv.pos[b, h, slot])], atol=1e-5)
+
+
+OF_KEYS = {"keydiff", "lagkv", "expected_attention", "capkv", "r_kv", "q_filters", "from_fn"}
+
+
+@table.rows({"keydiff", "expected_attention"}, without=set(table.MAKE) - OF_KEYS)
+def test_a_prompt_keeps_the_same_tokens_in_every_layout(case, shallow):
+    policy, tokens = case.make(BUDGET, layers=1), tensors.token_ids(B, T, 5)
+    stored = {name: dataclasses.replace(policy, layout=x) for name, x in LAYOUTS.items() if name != "shifted"}
+    each = prefill_each(*shallow, tokens, stored, lengths=LENGTHS, max_new_tokens=1)
+    first, *others = (tensors.live_positions(state.layers[0]) for _, _, state in each)
+    assert others == [first] * 3

@@ -20,25 +20,29 @@ SIZE, PAGES = 4, 2  # of a page; read
 LENGTHS = np.array([T, 9], np.int32)
 q, k, v = tensors.qkv(5, B=B, N=N, K=K, T=M, H=H)
 QUEST = methods.quest(SIZE * PAGES, size=SIZE, dense=0).at(0, 1)
+BY_RANK = dataclasses.replace(methods.h2o(8), layout=Layout("rank"))
+EVICTING, FEWER = kvjax.chain(QUEST, methods.tova(10)), methods.think(0.5, rows=4)
 BY_QUERY_HEAD = variants.quest_by_query_head(SIZE * PAGES, size=SIZE, dense=0).at(0, 1)
 
 
-def read_by_loops(b, h, live, group):
-    """The positions that the newest token reads of those that a head holds."""
+def read_by_loops(b, h, live, group, left):
+    """The positions that the newest token reads of those that a head holds, by the channels of keys that are left."""
     newest, shift = max(live), T - LENGTHS[b]
     heads = range(h * group, (h + 1) * group)
     keys = {p: np.asarray(k[b, h * group * K // N, p + shift], np.float64) for p in live}
     total = {}
     for page in {p // SIZE for p in live} - {newest // SIZE}:
-        of = np.array([keys[p] for p in live if p // SIZE == page])
-        rows = np.array([q[b, n, newest + shift] for n in heads], np.float64)
+        of = np.array([keys[p] for p in live if p // SIZE == page])[:, left]
+        rows = np.array([q[b, n, newest + shift] for n in heads], np.float64)[:, left]
         total[page] = np.maximum(rows * of.max(0), rows * of.min(0)).sum(-1).max()
     pages = {newest // SIZE, *sorted(total, key=lambda page: (-total[page], page))[: PAGES - 1]}
     return [p for p in sorted(live) if p // SIZE in pages]
 
 
 @pytest.mark.parametrize(
-    "policy", [QUEST, BY_QUERY_HEAD, kvjax.chain(QUEST, methods.tova(10))], ids=["kv", "query", "tova"]
+    "policy",
+    [QUEST, BY_QUERY_HEAD, EVICTING, kvjax.chain(QUEST, FEWER), kvjax.chain(FEWER, QUEST)],
+    ids=["kv", "query", "tova", "fewer channels", "behind fewer channels"],
 )
 def test_a_row_reads_what_loops_choose(policy):
     """Under padding, while pages fill, by the rows' own positions; with another policy, of what that one left."""
@@ -46,10 +50,10 @@ def test_a_row_reads_what_loops_choose(policy):
     for step, (read, before) in enumerate(zip(seen.read, seen.live, strict=False)):
         for b, row in enumerate(before):
             for h, live in enumerate(row):
-                group = N // len(row)
-                if policy in (QUEST, BY_QUERY_HEAD) or max(live) // SIZE == min(live) // SIZE:
-                    assert read[b][h] == read_by_loops(b, h, [*live, LENGTHS[b] + step], group)
-                assert len(live) <= 10 or policy in (QUEST, BY_QUERY_HEAD)
+                group, left = N // len(row), slice(None) if seen.kv.channels is None else seen.kv.channels[b, h]
+                if policy != EVICTING or max(live) // SIZE == min(live) // SIZE:
+                    assert read[b][h] == read_by_loops(b, h, [*live, LENGTHS[b] + step], group, left)
+                assert len(live) <= 10 or policy != EVICTING
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -94,6 +98,7 @@ def test_a_pool_is_read_by_pages_too(shallow):
         (lambda: methods.quest(8), "a budget of 8 tokens holds no page of 16; raise it, or shrink pages"),
         (lambda: ReadPages(4, 0), "size=0 must be a whole number from 1"),
         (lambda: kvjax.chain(methods.streaming_llm(8), QUEST), 'use positions="rank" in a chain'),
+        (lambda: kvjax.evict_layer(kvjax.chain(BY_RANK, QUEST), q, k, v), 'stand at positions="rank", where keys move'),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):

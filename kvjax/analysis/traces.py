@@ -73,7 +73,7 @@ class VotingRows:
         if kv.how.positions != "original":
             raise ValueError(f"a layer stored by {kv.how.positions} has no keys at the text's positions for voters")
         q, how = inputs.q[:, :, -self.rows :], (inputs.scale, inputs.window, inputs.softcap)
-        return Voters(q, kv.keys(inputs.rotate), pos, kv.pos, inputs.bias, *how)
+        return Voters(q, kv.k, pos, kv.pos, inputs.bias, *how)
 
 
 @pytree

@@ -226,6 +226,8 @@ class ByHead(_Members):
         found = [change(p, *x) for p, x in zip(self.members, own, strict=True)]
         if all(x is y for x, (y, _) in zip(found, own, strict=True)):
             return kv
+        if any(x.channels is not kv.channels for x in found):
+            raise ValueError("a member for some heads drops key channels, which a layer stores alike in all its heads")
         picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", *self.writes)}
         return kv.replace(memory=tuple(x.memory for x in found), **picked)
 

@@ -114,18 +114,19 @@ class LayerView(Protocol):
     """A layer's cache as policies see it, however it is stored. A slot is live if `pos >= 0`; slots have no order.
 
     Attributes:
-      k, v: keys (rotated, but for positions by rank) and values, "B K S H".
+      k, v: keys as rows read them in every layout, "B K S H": rotated to where they stand, 0 in channels that were
+        dropped; and values. An observation of `UnrotatedKeys` has them before rotation.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
       memory: what the policy remembers: the tree that `memory` listed.
       log_weight: the logarithm of what each slot counts in attention, None for one each.
-      channels: the key channels that compaction keeps, None for all.
+      channels: the key channels that compaction keeps, None for all; of keys before rotation for positions by rank.
       how: what is static: positions, and what the policy writes.
       live: which slots hold a token.
       num_live: tokens of every head.
     """
 
     @property
-    def k(self) -> Float[Array, "B K S _"]: ...
+    def k(self) -> Float[Array, "B K S H"]: ...
     @property
     def v(self) -> Float[Array, "B K S H"]: ...
     @property
@@ -149,26 +150,6 @@ class LayerView(Protocol):
 
     def keep(self, mask: Bool[Array, "B K S"]) -> "LayerView":
         """The layer without the slots outside `mask`; nothing moves."""
-        ...
-
-    def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
-        """Keys, rotated for the queries."""
-        ...
-
-    def attend(
-        self,
-        q: Float[Array, "B N T H"],
-        pos: Int[Array, "B T"],
-        statistics: tuple[Any, ...] = (),
-        reads: Any = None,
-        *,
-        rotate: Rotate,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-        slopes: Any = None,
-    ) -> Any:
-        """Attention of rows to the layer: outputs and column statistics."""
         ...
 
 
@@ -261,6 +242,7 @@ class AttentionInputs:
       window: the layer's sliding window in tokens.
       softcap: the cap on logits, in logits.
       bias: what is added to the logits of each slot.
+      raw_k: keys of all slots before rotation, where they are stored so, which is for positions by rank.
     """
 
     q: Float[Array, "B N T H"]
@@ -275,6 +257,7 @@ class AttentionInputs:
     window: int | None = None
     softcap: float | None = None
     bias: Float[Array, "B _ S"] | None = None
+    raw_k: Float[Array, "B K S _"] | None = None
 
 
 class Stats(dict[Any, Any]):
@@ -365,7 +348,7 @@ class Decision:
     keep: Bool[Array, "B K S"]
     score: Float[Array, "B K S"]
     budgets: Int[Array, "B K"]
-    k: Float[Array, "B K S _"] | None = None
+    k: Float[Array, "B K S H"] | None = None
     v: Float[Array, "B K S H"] | None = None
     log_weight: Float[Array, "B K S"] | None = None
     unscored: Bool[Array, "B K"] | None = None

@@ -18,6 +18,7 @@ from kvjax.drivers.depth import each_layer
 from kvjax.drivers.mesh import on_rows
 from kvjax.drivers.state import AttnStats, State
 from kvjax.evict import unscored
+from kvjax.observe import Keys
 from kvjax.pallas_kernels import Columns, attention
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage import Storage, linear_bias
@@ -90,22 +91,22 @@ class Attend:
 
         def inputs(kv: Storage) -> AttentionInputs:
             turned = rotate(q, jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None])
-            view, bias = kv.view().replace(memory=()), kv.bias(G, slopes)
-            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, bias=bias, **how)
+            view, raw_k, bias = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None, kv.bias(G, slopes)
+            more = {"raw_k": raw_k, "bias": bias, **how}
+            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, **more)
 
-        at = inputs(kv)
-        view = kv.view()
+        at, view = inputs(kv), kv.told(rotate)
         if (entered := policy.enter(view, at, ctx)) is not view:
             kv = kv.put(view, entered)
             at = inputs(kv)
         found = {o: o(at) for o in self.observe}
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
-        reads = policy.reads(kv.view(), at, ctx)
+        reads = policy.reads(kv.told(rotate), at, ctx)
         own = self.grow and reads is None and pos.shape[1] == kv.pos.shape[-1]  # a whole prompt
         out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, own=own, **how)
         found |= dict(zip(columns, out.columns, strict=True))
         if self.evict:
-            view = kv.view()
+            view = kv.told(rotate)
             kv = kv.put(view, policy.update(view, Stats(found), ctx))
             if not self.grow and ctx.phase == "prefill":
                 lost = *lost, unscored(kv)
@@ -238,8 +239,8 @@ def step(
     state = dataclasses.replace(state, length=length)
     at_once, names, inputs = evict and not joint, [], []
     for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
-        asked = policy.observe(phase)
-        names.append(unique((*asked, *observe[i])) if observe else asked)
+        later = (Keys(),) if (gives or joint) and kv.how.positions == "rank" else ()  # decisions after all layers
+        names.append(unique((*policy.observe(phase), *(observe[i] if observe else ()), *later)))
         how = {"evict": at_once, "grow": grow, "gives": gives or joint}
         attend = Attend(state.context(i, phase, tokens), pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
         inputs.append((kv, attend))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool
 
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
 from kvjax.evict import check_kept, unscored
-from kvjax.observe import Reread
+from kvjax.observe import Keys, Reread
 from kvjax.plan import Plan, learns, own_params, planned
 from kvjax.storage import Storage, empty, to_pool
 
@@ -66,8 +66,8 @@ def updated(state: Any, stats: Any, *, steady: bool = True) -> tuple[tuple[Stora
 @functools.partial(jax.jit, static_argnames=("policy", "names"))
 def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -> tuple[Storage, ...]:
     """Layers after a policy's update, from what was observed of each under these names."""
-    views = tuple(kv.view() for kv in layers)
     stats = tuple(Stats(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
+    views = tuple(kv.told(lambda k, _, own=own: own.get(Keys(), k)) for kv, own in zip(layers, stats, strict=True))
     found = policy.update_layers(views, stats, ctxs)
     each = zip(layers, found, views, strict=True)
     return tuple(kv.put(y, x).laid_out() for kv, x, y in each)

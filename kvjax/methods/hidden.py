@@ -134,7 +134,16 @@ class ReadPages(Policy):
         return PerHead(shape, fill=-jnp.inf), PerHead(shape, fill=jnp.inf)
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
-        """The bounds of every page's keys. A step adds its own token's, whose page the next row reads anyway."""
+        """The bounds of every page's keys. A step adds its own token's, whose page the next row reads anyway.
+
+        Raises:
+          ValueError: keys that move after they were read.
+        """
+        if kv.how.positions != "original":
+            raise ValueError(
+                f"pages have the bounds of keys where these were read, but tokens stand at positions="
+                f'"{kv.how.positions}", where keys move; read pages of "original" ones'
+            )
         (high, low), (B, K, S) = kv.memory, kv.pos.shape
         slot = jnp.broadcast_to(jnp.arange(S), kv.pos.shape)
         if ctx.phase == "decode":
@@ -174,6 +183,11 @@ class ReadPages(Policy):
         """The most that a query of each kv head can find in every page."""
         (high, low), q, (B, K, S) = kv.memory, inputs.q, kv.pos.shape
         rows = q.reshape(B, K, -1, 1, q.shape[-1]).astype(jnp.float32)
+        if kv.channels is not None:  # of which those alone are read that are left
+            high, low, rows = (
+                jnp.take_along_axis(x, kv.channels.reshape(B, K, *(1,) * (x.ndim - 3), -1), -1)
+                for x in (high, low, rows)
+            )
         bounds = jnp.where(rows > 0, rows * high[:, :, None], rows * low[:, :, None]).sum(-1)
         if inputs.bias is not None:  # the largest of a page's own, in logits
             bias = jnp.broadcast_to(inputs.bias, (B, q.shape[1], S)).reshape(B, K, -1, S).swapaxes(2, 3)

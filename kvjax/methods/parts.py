@@ -132,7 +132,7 @@ class PaddedChunkAttention:
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
         (B, _, T, H), K, pos = inputs.q.shape, inputs.kv.pos.shape[1], inputs.pos
-        keys = inputs.kv.keys(inputs.rotate)[:, :, -T:]
+        keys = inputs.kv.k[:, :, -T:]
         inside = (pos >= self.first) & (pos < inputs.ctx.prompt_length[:, None] - self.last)
         start = jnp.where(inside.any(-1), inside.argmax(-1), 0)
         size = min(self.size, T)

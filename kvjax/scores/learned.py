@@ -44,7 +44,7 @@ class Learned(Score):
     def features(self, slots: Slots) -> Float[Array, "B K S F"]:
         """F = 2 H + 6 numbers of every slot, 0 for dead ones.
 
-        The key as it is stored and the value; then logarithms of the votes, of the pooled votes, of the mean attention
+        The key as rows read it and the value; then logarithms of the votes, of the pooled votes, of the mean attention
         of all rows since insertion, and of the value's norm; how far back the token is, as a share of the prompt; 1.
         """
         kv, stats = slots.kv, slots.stats

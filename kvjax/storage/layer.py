@@ -59,18 +59,25 @@ class Layer(Storage):
     def view(self) -> "Layer":
         return self
 
-    def _put(self, view: LayerView) -> "Layer":
-        found: Any = view
-        return found
+    def _put(self, view: LayerView, changed: dict[str, Array]) -> "Layer":
+        if "k" in changed and self._packed:
+            changed["k"] = jnp.take_along_axis(changed["k"], cast(Array, self.channels)[:, :, None], -1)
+        return self.replace(pos=view.pos, memory=view.memory, channels=view.channels, **changed)
+
+    @property
+    def _packed(self) -> bool:
+        """Whether keys have the channels alone that are left."""
+        return self.channels is not None and self.channels.shape[-1] == self.k.shape[-1]
 
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
-        """Keys, rotated for the queries, with zeros for channels that were dropped."""
+        k = self.k
+        if self._packed:
+            at = jnp.broadcast_to(cast(Array, self.channels)[:, :, None], k.shape)
+            k = jnp.put_along_axis(jnp.zeros(self.v.shape, k.dtype), at, k, -1, inplace=False)
         if self.how.positions == "shifted" and (n := self.how.sinks):
-            nearer = rotate(self.k[:, :, :n], jnp.broadcast_to(self._gap, self.pos[:, :, :n].shape))
-            return jnp.concatenate([nearer.astype(self.k.dtype), self.k[:, :, n:]], axis=2)
-        if self.how.positions != "rank":
-            return jnp.pad(self.k, [(0, 0)] * 3 + [(0, self.v.shape[-1] - self.k.shape[-1])])
-        return rotate(self.k, jnp.where(self.live, self._rank, 0))
+            nearer = rotate(k[:, :, :n], jnp.broadcast_to(self._gap, self.pos[:, :, :n].shape))
+            return jnp.concatenate([nearer.astype(k.dtype), k[:, :, n:]], axis=2)
+        return rotate(k, jnp.where(self.live, self._rank, 0)) if self.how.positions == "rank" else k
 
     @property
     def _gap(self) -> Int[Array, "B K 1"]:
@@ -95,8 +102,8 @@ class Layer(Storage):
         pos: Int[Array, "B T"],
         slots: Int[Array, "B K T"] | None = None,
     ) -> "Layer":
-        if self.k.shape[-1] < k.shape[-1] and self.channels is not None:
-            k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
+        if self._packed:
+            k = jnp.take_along_axis(k, cast(Array, self.channels)[:, :, None], -1)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
         if slots is None or self.how.mesh is None:
             return self._filled(k, v, each, slots)
@@ -149,13 +156,14 @@ class Layer(Storage):
     ) -> Attention:
         reads, G, mesh = reads or Reads(), q.shape[1] // self.pos.shape[1], self.how.mesh
         attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
-        if self.k.shape[-1] < q.shape[-1]:
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            q = self._fewer_channels(q, G)
         read, bias, visible = self.pos, self.bias(G, slopes), reads.visible
         if self.how.positions == "shifted" and self.how.sinks and q.shape[2] == 1 and softcap is None:
             nearer = self._nearer(q, pos, rotate, scale)
             keys, bias = self.k, nearer if bias is None else bias + nearer
+        elif self._packed and self.how.positions == "original":  # of all channels, those alone that are no zeros
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            keys = jnp.pad(self.k, [(0, 0)] * 3 + [(0, q.shape[-1] - self.k.shape[-1])])
+            q = self._fewer_channels(q, G)
         else:
             keys = self.keys(rotate)
         how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
@@ -200,7 +208,7 @@ class Layer(Storage):
             how = dataclasses.replace(self.how, mesh=None)
             return apart(self.how.mesh, lambda kv: kv.replace(how=how).compact(capacity).replace(how=kv.how), self)
         k = self.k
-        if self.channels is not None and k.shape[-1] == self.v.shape[-1]:
+        if self.channels is not None and not self._packed:
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
         index = in_order(self.pos)[..., :capacity]
         move = lambda x, fill=0: take(x, index, fill, capacity)

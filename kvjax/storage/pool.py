@@ -62,7 +62,7 @@ class Pool(Storage):
         return (self.head_pos != EMPTY).sum(-1, dtype=jnp.int32)
 
     def view(self) -> Layer:
-        """The layer that policies see, with P slots in each head; keys and values are copied only if they are read."""
+        """The layer with P slots in each head; keys and values are copied only if they are read."""
         mine = self._mine()
         copy = lambda x: jnp.broadcast_to(x[:, None], (len(x), mine.shape[1], *x.shape[1:]))
         zero = lambda x: jnp.zeros((), x.dtype)
@@ -71,8 +71,8 @@ class Pool(Storage):
         k, v, memory = copy(self.k), copy(self.v), self.how.of_slots(spread, self.memory)
         return Layer(k, v, self.head_pos, memory, weight, how=self.how)
 
-    def _put(self, view: LayerView) -> "Pool":
-        written = {n: self._own(getattr(view, n)) for n in self.how.writes}
+    def _put(self, view: LayerView, changed: dict[str, Array]) -> "Pool":
+        written = {n: self._own(x) for n, x in changed.items()}
         return self.replace(pos=self._own(view.pos), memory=self.how.of_slots(self._own, view.memory), **written)
 
     def _own(self, x: Shaped[Array, "B K P *rest"]) -> Shaped[Array, "B P *rest"]:

@@ -78,7 +78,12 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def view(self) -> Any:
-        """The `Layer` that policies see."""
+        """The layer with S slots in every head, keys as they are stored."""
+
+    def told(self, rotate: Rotate) -> Any:
+        """The `Layer` that policies see: its keys are those that rows read."""
+        view = self.view()
+        return view.replace(k=view.keys(rotate))
 
     def put(self, before: LayerView, after: LayerView) -> "Storage":
         """The storage after a policy changed its view.
@@ -99,11 +104,11 @@ class Storage(abc.ABC):
             raise ValueError(
                 f"a policy's update changes {wrong[0]}, but its `writes` is {self.how.writes}; list {wrong[0]!r} there"
             )
-        return self._put(after)
+        return self._put(after, {n: getattr(after, n) for n in changed})
 
     @abc.abstractmethod
-    def _put(self, view: LayerView) -> "Storage":
-        """The storage of a view that was checked."""
+    def _put(self, view: LayerView, changed: dict[str, Array]) -> "Storage":
+        """The storage of a view that was checked, of whose keys, values and weights these changed."""
 
     @abc.abstractmethod
     def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
