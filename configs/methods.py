@@ -87,8 +87,7 @@ def streaming_llm(
       positions: where keys are met: at their ranks in the cache ("shifted" is the faster way), or where they were
         in the text, as models with learned positions need it.
     """
-    layout = Layout(positions, sinks) if positions == "shifted" else Layout(positions)
-    return dataclasses.replace(methods.streaming_llm(budget, sinks=sinks), layout=layout)
+    return dataclasses.replace(methods.streaming_llm(budget, sinks=sinks), layout=Layout(positions))
 
 
 def kvzap(

@@ -46,6 +46,7 @@ from kvjax.contract import (
 )
 from kvjax.decide.select import TopK
 from kvjax.pallas_kernels.pytree import described
+from kvjax.scores.attention import Recency
 
 LARGE = 1e38  # what infinite scores become
 _WRITTEN = "k", "v", "log_weight"  # what a decision may give beside the slots that stay
@@ -67,10 +68,11 @@ class Evict(Policy):
       rewrite: what kept slots hold afterwards; None for what they held.
       mask: what a decode row reads of the live slots: `(kv, inputs, ctx)` -> a mask "B K S", or indices of slots
         "B K R"; None for all.
-      layout: how the layer is stored.
+      layout: how the layer is stored. `sinks` first tokens are shifted, where it shifts any.
 
     Raises:
-      ValueError: a budget of nothing, a negative count, a share outside [0, 1], a field that is not of its kind; a
+      ValueError: a budget of nothing, a negative count, a share outside [0, 1], a field that is not of its kind;
+        shifted tokens where others stay than a number of first ones and the last ones; a
         schedule that evicts before rows are read with parts that observe what rows read, or while decoding by a score
         that observes prompts alone.
     """
@@ -102,11 +104,22 @@ class Evict(Policy):
                 f"{type(part).__name__} ranks by what it observes of prompts alone, but {self.when} evicts while "
                 "decoding; use Schedule(), or a score that observes decode rows, such as Accumulated"
             )
+        if self.layout.positions == "shifted":
+            self._shift()
         if self.when.before and self.observe("decode"):
             raise ValueError(
                 f"Schedule(before=True) evicts before rows are read, but {type(self.score).__name__} or another part "
                 "observes what they read; leave out before"
             )
+
+    def _shift(self) -> None:
+        """Derives how many first tokens are shifted: the sinks, as they and the last tokens are all that stay."""
+        if self.score != Recency() or type(self.select) is not TopK or not isinstance(self.sinks, int | np.integer):
+            raise ValueError(
+                'positions="shifted" is for a number of first tokens and the last ones: TopK by Recency, but here are '
+                f'{type(self.select).__name__} by {type(self.score).__name__} and sinks={self.sinks!r}; use "rank"'
+            )
+        object.__setattr__(self, "layout", dataclasses.replace(self.layout, sinks=int(self.sinks)))
 
     # -------------------------------------------------------------------------------------------- on the host
 
@@ -160,7 +173,8 @@ class Evict(Policy):
         short = budget.min(1) < least
         if short.any() and not short[-1]:  # a share holds `least` tokens of a long prompt: keep short ones whole
             budget = divided(np.where(short, np.maximum(n, least), average))
-        if (wrong := (sinks + recent > budget.min(1)) & (n > budget.min(1)))[:-1].any():
+        most = n + info.max_new_tokens * self.when.decodes
+        if (wrong := (sinks + recent > budget.min(1)) & (most > budget.min(1)))[:-1].any():
             i = int(wrong.argmax())
             raise ValueError(
                 f"a budget of {budget[i].min()} tokens cannot hold {sinks[i]} sinks and {recent[i]} recent tokens; "

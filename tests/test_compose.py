@@ -14,6 +14,7 @@ from kvjax.compose import across
 from kvjax.contract import Layout, Rewrite
 from kvjax.decide.select import Chunks
 from kvjax.methods import variants
+from kvjax.scores.attention import Recency
 from kvjax.storage import Pool
 from tests import table, tensors
 from tests.tensors import live_positions
@@ -127,6 +128,17 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
             "one decision is made for all layers, but a partition gives layers policies of their own",
         ),
         (lambda: kvjax.chain(methods.streaming_llm(8), H2O), 'use positions="rank" in a chain'),
+        (lambda: dataclasses.replace(H2O, layout=Layout("shifted")), "but here are TopK by Accumulated and sinks=0"),
+        (lambda: kvjax.protect(methods.streaming_llm(8), sinks=0.1, recent=1), "by Recency and sinks=0.1; use"),
+        (
+            lambda: kvjax.evict_layer(by_head(methods.think(), H2O), q, k, v),
+            "a member for some heads drops key channels",
+        ),
+        (lambda: methods.streaming_llm(62, sinks=63), "a budget of 62 tokens cannot hold 63 sinks"),
+        (
+            lambda: kvjax.chain(methods.finch(8, window=4), kvjax.Evict(Recency(), 8, rewrite=Writes(("k",)))),
+            'positions="rank", where a key moves with its rank, but Chain writes keys',
+        ),
         (lambda: kvjax.protect(methods.fastgen((1,), (2,)), sinks=1, recent=1), "keeps no tokens by position alone"),
         (lambda: kvjax.when(STEP, methods.quest(64)), "has no schedule"),
         (lambda: kvjax.when(STEP, methods.fastgen((1,), (2,))), "has no schedule"),

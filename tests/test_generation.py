@@ -261,7 +261,7 @@ def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):
 )
 def test_stored_keys_are_turned_further_only_where_that_can_be(shallow, change, positions, message):
     config = dataclasses.replace(shallow[0].config, **change)
-    policy = dataclasses.replace(methods.streaming_llm(6), layout=contract.Layout(positions, 4))
+    policy = dataclasses.replace(methods.streaming_llm(6), layout=contract.Layout(positions))
     if message is None:
         make_plan(config, policy, [T], T, 2)
         return

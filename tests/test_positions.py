@@ -192,7 +192,7 @@ class Told(Rewrite):
         return decision
 
 
-LAYOUTS = {"shifted": Layout("shifted", 2), "original": Layout(), "rank": Layout("rank")}
+LAYOUTS = {"shifted": Layout("shifted"), "original": Layout(), "rank": Layout("rank")}
 LAYOUTS |= {"pool": Layout(pool=True), "rank in a pool": Layout("rank", pool=True)}
 TELLS = {name: Evict(Recency(), 6, 2, when=STEP, rewrite=Told(), layout=x) for name, x in LAYOUTS.items()}
 TELLS |= {f"{name}, few channels": chain(TELLS[name], methods.think(0.5, rows=4)) for name in ("original", "rank")}

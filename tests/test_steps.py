@@ -38,8 +38,8 @@ def made(config):
     return model, jax.tree.map(lambda x: 2 * x, jax.jit(model.init)(jax.random.key(0)))
 
 
-def at(policy, positions, sinks=0):
-    return dataclasses.replace(policy, layout=Layout(positions, sinks))
+def at(policy, positions):
+    return dataclasses.replace(policy, layout=Layout(positions))
 
 
 @pytest.mark.filterwarnings("ignore:a prompt of")  # a row inside of the original context
@@ -151,7 +151,7 @@ def test_an_empty_state_is_for_texts_within_the_models_positions(shallow, door):
 def test_learned_positions_are_not_moved(config, positions):
     model = models.LanguageModel(config)
     with pytest.raises(ValueError, match=f'positions="{positions}", but the model adds learned positions'):
-        start(model, policy=at(methods.h2o(6), positions), lengths=[8], max_new_tokens=2)
+        start(model, policy=at(methods.streaming_llm(6), positions), lengths=[8], max_new_tokens=2)
 
 
 STEPS = 12
@@ -172,11 +172,14 @@ SLIDE = {  # name: (model, policy, block)
     "cap and window": ("cap and window", NINE, None),
     "every 3": (None, compose.when(budgets.Schedule(every=3), NINE), None),
     "drop 4": (None, compose.when(budgets.Schedule(over=2, drop=4), NINE), None),
+    "protected": (None, compose.protect(NINE, sinks=2, recent=3), None),
+    "no sinks": (None, dataclasses.replace(NINE, sinks=0), None),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("rotary", "alibi") else pytest.mark.exhaustive) for n in SLIDE]
+    "name",
+    [pytest.param(n, marks=() if n in ("rotary", "alibi", "protected") else pytest.mark.exhaustive) for n in SLIDE],
 )
 def test_keys_that_are_shifted_are_those_at_their_ranks(shallow, name):
     """Prompts longer than the budget, within it, and shorter than the sinks."""
@@ -192,9 +195,9 @@ def test_keys_that_are_shifted_are_those_at_their_ranks(shallow, name):
 def test_ranks_are_positions_until_a_token_goes(shallow, positions):
     """Of a gap nothing is seen: logits are those of the first sinks and the last tokens as a text of their own."""
     expected, _ = fed(*shallow, methods.full())
-    found, _ = fed(*shallow, at(methods.streaming_llm(24, sinks=2), positions, 2))
+    found, _ = fed(*shallow, at(methods.streaming_llm(24, sinks=2), positions))
     np.testing.assert_allclose(found, expected, atol=2e-4)
-    policy = at(methods.streaming_llm(6, sinks=2), positions, 2)
+    policy = at(methods.streaming_llm(6, sinks=2), positions)
     _, state = steps.prefill(*shallow, PROMPTS[:1], policy=policy, max_new_tokens=1)
     assert live_positions(state.layers[0]) == [[[0, 1, 8, 9, 10, 11]] * 2]
     found, _ = steps.decode_step(*shallow, MORE[0, :1], state)

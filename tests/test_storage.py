@@ -81,7 +81,7 @@ BY_RANK = {  # a policy; tokens that the library before this one generated, and 
         "faa4",
     ),
     "StreamingLLM": (
-        dataclasses.replace(methods.streaming_llm(8, sinks=2), layout=Layout("shifted", 2, pool=True)),
+        dataclasses.replace(methods.streaming_llm(8, sinks=2), layout=Layout("shifted", pool=True)),
         [[21, 36, 36, 36, 36, 36, 36, 12], [22, 4, 49, 4, 1, 4, 1, 15]],
         "a1c7",
     ),

@@ -62,7 +62,7 @@ class Layout:
       positions: where keys are rotated to. "original": the token's position in the text. "rank": the token's rank among
         the live tokens of its head (StreamingLLM, FINCH). "shifted": the same as "rank" at the price of "original", for
         policies that keep the first `sinks` tokens and the last ones: only the first are rotated again at each step.
-      sinks: how many first tokens are shifted, for "shifted".
+      sinks: how many first tokens are shifted, for "shifted". An `Evict` derives it from its own `sinks`.
       pool: all heads of the layer share one pool of slots, so that a head with a small budget takes little memory
         (Ada-KV).
       by_query_head: keys and values are stored for every query head, so that each keeps its own tokens.

@@ -30,7 +30,7 @@ def streaming_llm(budget: Count, *, sinks: Amount = 4) -> Evict:
       budget: live tokens a kv head and layer, sinks included.
       sinks: first tokens that stay.
     """
-    return Evict(Recency(), budget, sinks, when=Schedule(every=1, before=True), layout=Layout("shifted", sinks))
+    return Evict(Recency(), budget, sinks, when=Schedule(every=1, before=True), layout=Layout("shifted"))
 
 
 def random(budget: Count) -> Evict:
