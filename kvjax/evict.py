@@ -371,7 +371,7 @@ class Evict(Policy):
     def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
         if not self.when.before or ctx.phase != "decode":
             return kv
-        return self._evicted(kv, Stats(), ctx, True, entering=True)
+        return self._evicted(kv, Stats(), ctx, self.when.prefill and ctx.steady, entering=True)
 
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         return None if self.mask is None or inputs.q.shape[2] > 1 else Reads(self.mask(kv, inputs, ctx))

@@ -23,7 +23,7 @@ ONLY = {
     "test_readme.py": r"every|a_policy|a_block_runs\[(Prompts|A learned gate|Meshes|The kernel|Memory|A learned score)",
     "test_steps.py": (
         r"tokens_app|recency|blocks_are|memory|what_is_summed|an_empty|learned|attention\w+\[(dynamic|alibi)"
-        r"|a_bucket|seq|req|sizes"
+        r"|a_bucket|seq|req|sizes|the_budget\w+\[after|keys_that\w+\[protected"
     ),
     "test_traces.py": r"(?!voters|a_reading|gates_cost|gates_have|votes)|gates_have\w+\[output",
 }

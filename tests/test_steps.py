@@ -135,6 +135,27 @@ def test_tokens_appended_to_a_cache_are_one_pass(shallow):
     assert after.length.tolist() == [24, 15]
 
 
+AWAITS = compose.when(budgets.Schedule(prefill=False, every=1, before=True), methods.streaming_llm(10))
+OVER = {
+    "after a step": methods.h2o(10),
+    "before it": AWAITS,
+    "in all layers": compose.shared_layers(methods.window(10)),
+}
+
+
+@pytest.mark.parametrize("name", OVER)
+def test_the_budget_holds_again_at_the_step_that_follows_many_tokens(shallow, name):
+    """Of a `forward` to which no policy was applied; also where the prompt itself was kept whole."""
+    state = steps.prefill(*shallow, IDS[:, :12], policy=OVER[name], max_new_tokens=6)[1]
+    state = forward(*shallow, IDS[:, 12:16], state)[1]
+    assert int(state.num_live.min()) > 11
+    for after in (
+        steps.decode_step(*shallow, IDS[:, 16], state)[1],
+        generation.feed(*shallow, IDS[:, 16:18], state)[1],
+    ):
+        assert int(after.num_live.max()) == int(after.num_live.min()) == 10
+
+
 @pytest.mark.parametrize("door", ["warned", "refused"])
 def test_an_empty_state_is_for_texts_within_the_models_positions(shallow, door):
     if door == "refused":

@@ -172,7 +172,7 @@ class Context:
       capacity: slots that a head has after compaction, for policies that write; others are told 0, so that layers of
         all capacities share programs (static).
       window: the layer's sliding window in tokens, None for none (static).
-      steady: whether each head kept to its budget before the last row (static).
+      steady: whether each head kept to its budget before the last row, if it evicts after prompts (static).
     """
 
     length: Int[Array, "B"]

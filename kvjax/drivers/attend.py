@@ -269,7 +269,8 @@ def step(
         cuts = [*zip(layers, plan.capacities, strict=True)]
         lost = tuple(full | (kv.num_live > n) for full, (kv, n) in zip(lost, cuts, strict=True))
         layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
-    state = dataclasses.replace(state, layers=layers, ready=state.ready or (at_once and ends))
+    ready = state.ready or (at_once and ends)
+    state = dataclasses.replace(state, layers=layers, ready=ready, steady=evict and state.steady)
     stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
     if stats is not None and joint and evict:
         state, full = decided(state, stats, grow=grow, ends=ends)

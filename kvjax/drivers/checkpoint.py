@@ -62,6 +62,7 @@ def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, poli
         "lengths": lengths.tolist(),
         "sizes": [infos[0].prompt_len, infos[0].max_new_tokens],
         "capacities": state.plan.capacities,
+        "steady": state.steady,
         "notes": notes,
     }
     _write(path, {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}, words)
@@ -108,7 +109,8 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
     if words.get("model") != _fingerprint(model, params):
         raise ValueError(f"{path} holds the state of another model; give the model and parameters that read the prompt")
     wrap = lambda name, like: jax.random.wrap_key_data(arrays[name]) if _is_key(like) else arrays[name]
-    return tree.unflatten(map(wrap, wanted, leaves)), words["notes"]
+    state = tree.unflatten(map(wrap, wanted, leaves))
+    return dataclasses.replace(state, steady=words.get("steady") is not False), words["notes"]
 
 
 def _differing(there: str, here: str) -> str:

@@ -45,16 +45,15 @@ def compacted(
     return to_pool(view := kv.view(), capacity, policy.reserve(view, ctx)), lost
 
 
-def updated(state: Any, stats: Any, *, steady: bool = True) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
+def updated(state: Any, stats: Any) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
     """The layers after their policy's update, no slot moved, and the `Context` of each.
 
     Args:
       state: the state, whose layers have read some tokens.
       stats: what was observed of these.
-      steady: whether layers were within this policy's budget before.
     """
     plan, L = state.plan, len(state.layers)
-    ctxs = tuple(dataclasses.replace(state.context(i, stats.phase, stats.tokens), steady=steady) for i in range(L))
+    ctxs = tuple(state.context(i, stats.phase, stats.tokens) for i in range(L))
     runs = [(plan.policy, range(L))] if plan.policy.joint else [(p, [i]) for i, p in enumerate(plan.layers)]
     layers: list[Storage] = []
     for policy, run in runs:
@@ -73,23 +72,21 @@ def _updated(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -
     return tuple(kv.put(y, x).laid_out() for kv, x, y in each)
 
 
-def decided(
-    state: Any, stats: Any, *, grow: bool = True, ends: bool = True, steady: bool = True
-) -> tuple[Any, list[Bool[Array, "B"]]]:
+def decided(state: Any, stats: Any, *, grow: bool = True, ends: bool = True) -> tuple[Any, list[Bool[Array, "B"]]]:
     """The state after its policy's update, and by layer which sequences lost live tokens or are unscored.
 
     Args:
       state: the state, whose layers have read some tokens.
       stats: what was observed of these.
       grow, ends: as for `step`.
-      steady: whether layers were within this policy's budget before.
     """
-    layers, ctxs = updated(state, stats, steady=steady)
+    layers, ctxs = updated(state, stats)
+    state = dataclasses.replace(state, ready=ends, steady=grow or state.steady)
     if not grow:
-        return dataclasses.replace(state, layers=layers, ready=ends), [unscored(kv).any(-1) for kv in layers]
+        return dataclasses.replace(state, layers=layers), [unscored(kv).any(-1) for kv in layers]
     each = zip(layers, ctxs, state.plan.layers, state.plan.capacities, strict=True)
     kept = [compacted(kv, ctx, policy=policy, capacity=n, ends=ends) for kv, ctx, policy, n in each]
-    return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept), ready=ends), [full for _, full in kept]
+    return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept)), [full for _, full in kept]
 
 
 def check_layers_kept(state: Any) -> None:
@@ -109,14 +106,11 @@ def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
 def applied(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> Any:
     """Updates a state by a policy. A whole prompt is compacted, too, into the slots of a plan if one is given."""
     after, prompt = under(policy, state, stats, plan), not state.ready
-    known = not isinstance(state.prompt_length, jax.core.Tracer)
-    each = zip(*map(jax.tree.leaves, (after.hparams, state.hparams)), strict=True)
-    steady = prompt or (known and all(np.array_equal(*x) for x in each))
     after = stored_under(after) if prompt and after.plan.layers != state.plan.layers else after
-    after, lost = decided(after, stats, grow=prompt, steady=steady)
+    after, lost = decided(dataclasses.replace(after, steady=False), stats, grow=prompt)
     if not isinstance(lost[0], jax.core.Tracer):
         check_lost(after, lost)
-    return own_arrays(after)
+    return own_arrays(dataclasses.replace(after, steady=True))
 
 
 def own_arrays(state: Any) -> Any:

@@ -62,6 +62,8 @@ class State:
       params: the policy's learned parameters, one tree a layer, the same for all sequences; () where there are none.
       plan: the sizes that programs are compiled for.
       ready: whether the prompt has been read to its end, so that tokens can be decoded.
+      steady: whether all that was read has met an eviction. After a `forward` without one the next evictions bring
+        heads back to their budgets, in programs of their own, until a policy is applied: `policy(state, stats)`.
     """
 
     layers: tuple[Storage, ...]
@@ -73,6 +75,7 @@ class State:
     params: tuple[Any, ...] = ()
     plan: Plan = static(default=None)
     ready: bool = static(default=False)
+    steady: bool = static(default=True)
 
     def __getitem__(self, rows: Any) -> "State":
         """The sequences `rows`, in that order; one may be taken several times (beams, several questions).
@@ -135,6 +138,7 @@ class State:
             width=width,
             capacity=slots if policy.writes else 0,
             window=info.window,
+            steady=self.steady,
         )
 
 
