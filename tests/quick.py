@@ -35,7 +35,7 @@ WITHOUT = {
     "test_checkpoint.py": r"a_compressed_prompt\w+\[(?!pool)",
     "test_compose.py": (
         r"heads_get\w+\[(?!table-True)|room_is\w+\[(?!2-True)|every_head|what_is_spared\w+\[table"
-        r"|layers_that_share\w+hold"
+        r"|layers_that_share\w+one_budget"
     ),
     "test_contract.py": "generating_enters",
     "test_depth.py": "a_prompt_that_is_read_inside",

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods, models
-from kvjax.budgets import STEP, HeadShares, Schedule
+from kvjax.budgets import STEP, HeadShares, LayerShares, Schedule
 from kvjax.compose import across
 from kvjax.contract import Layout, Rewrite
 from kvjax.decide.select import Chunks
@@ -305,9 +305,19 @@ def test_layers_that_share_a_decision_share_all_their_statistics():
     assert all(best(x) != found[0] for x in votes)
 
 
-def test_layers_that_share_a_decision_hold_what_the_first_one_does():
-    """Also where a table gives each layer's heads other shares."""
-    table = HeadShares(((3.0, 1.0), (1.0, 1.0), (1.0, 3.0)))
-    first, *others = kept(kvjax.shared_layers(dataclasses.replace(methods.h2o(5, recent=1), heads=table)))
+def test_layers_that_share_a_decision_have_one_budget():
+    """What gives them others is refused; what gives them the same, of which heads have other shares, is not."""
+    h2o = methods.h2o(8, recent=2)
+    for uneven in (
+        dataclasses.replace(h2o, layers=kvjax.Pyramid(beta=4)),
+        dataclasses.replace(h2o, layers=LayerShares((1.5, 1.0, 0.5))),
+        dataclasses.replace(h2o, heads=HeadShares(((3.0, 1.0), (1.0, 1.0), (1.0, 3.0)))),
+    ):
+        with pytest.raises(ValueError, match="budgets or tables of layers 0 and 1 differ"):
+            planned(kvjax.shared_layers(uneven), layers=3)
+    with pytest.raises(ValueError, match="a partition gives layers policies of their own"):
+        planned(kvjax.shared_layers(variants.knorm_factory(8)), layers=3)
+    even = dataclasses.replace(h2o, layers=LayerShares((1.0,) * 3), heads=HeadShares(((3.0, 1.0),) * 3))
+    first, *others = kept(kvjax.shared_layers(even))
     assert others == [first] * 2
     assert len(first[0]) > len(first[1])

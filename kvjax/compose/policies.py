@@ -299,11 +299,6 @@ class SharedLayers(Policy):
 
     def __post_init__(self):
         _refuse_joint((self.policy,), "shared layers")
-        if any(isinstance(x, PerLayer) for x in _inside(self.policy)):
-            raise ValueError(
-                "one decision is made for all layers, but a partition gives layers policies of their own; give one "
-                "policy for all of them"
-            )
         if wrong := [p.when for p in _having(self.policy, "when") if p.when.before]:
             raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
         if own := sorted({*self.policy.writes} - {"log_weight"}):
@@ -311,6 +306,19 @@ class SharedLayers(Policy):
                 f"one decision is applied by all layers, but the {own[0]} of slots is each layer's own; the policy "
                 "can only evict and weigh"
             )
+
+    def at(self, layer: int, num_layers: int) -> Policy:
+        """The same policy in all layers.
+
+        Raises:
+          ValueError: a policy inside is another one in some layers.
+        """
+        if self.policy.at(layer, num_layers) != self.policy:
+            raise ValueError(
+                "one decision is made for all layers, but a partition gives layers policies of their own; give one "
+                "policy for all of them"
+            )
+        return self
 
     @property
     def layout(self) -> Layout:
@@ -327,8 +335,20 @@ class SharedLayers(Policy):
         return self.policy.observe(phase)
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
-        """The sizes of the shared policy."""
-        return self.policy.sizes(info, lengths)
+        """The sizes of the shared policy.
+
+        Raises:
+          ValueError: sizes or data that differ between layers.
+        """
+        with jax.ensure_compile_time_eval():
+            first, own = (self.policy.sizes(dataclasses.replace(info, layer=i), lengths) for i in (0, info.layer))
+            same = jax.tree.map(np.array_equal, vars(first), vars(own))
+        if not all(jax.tree.leaves(same)):
+            raise ValueError(
+                "one decision is made for all layers, but budgets or tables of layers 0 and "
+                f"{info.layer} differ: {first.per_head.max()} and {own.per_head.max()} slots a head; give all the same"
+            )
+        return own
 
     def memory(self, info: LayerInfo) -> Any:
         """The memory of the shared policy."""
