@@ -102,7 +102,8 @@ class Setting:
         here, info = state.plan.layers[0], state.plan.infos[0]
         kv = empty(info, B, self.dtype, here.memory(info), here.layout, here.writes, self.width)
         how = dataclasses.replace(kv.how, positions=full.how.positions, sinks=full.how.sinks)
-        kv = kv.replace(k=full.k, v=full.v, pos=full.pos, how=how)
+        keys = full.told(self.rope or Turn(self.stretch)).k
+        kv = kv.replace(k=keys, v=full.v, pos=full.pos, how=how)
         ctx = dataclasses.replace(state, length=state.prompt_length).context(0, "prefill", stats.tokens)
         decides = state.plan.policy if policy.joint else here
         (kv,) = decides.update_layers((kv,), (stats.of(0),), (ctx,))
@@ -155,6 +156,9 @@ class Formulas:
 
     def UnrotatedKeys(self, o):
         return self.k
+
+    def Keys(self, o):
+        return self.rk
 
     def KeyBias(self, o):
         return self.bias
@@ -240,7 +244,7 @@ OTHERS = {
     "expected_attention_stats": OTHER | {"larger": 1},
     "kvpress_dms": OTHER | {"stretch": 1},
 }
-LAYOUTS = ("shifted",)
+LAYOUTS = ("shifted", "rank")
 
 
 @pytest.fixture(scope="module", autouse=True)

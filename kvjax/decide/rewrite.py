@@ -84,7 +84,7 @@ class Reference:
         if inputs.window is not None:
             read &= kv.pos > (inputs.ctx.length - inputs.window)[:, None, None]
         bias = jnp.where(read[:, :, None], jnp.broadcast_to(bias, (B, N, S)).reshape(B, K, -1, S), -jnp.inf)
-        rows = Answers(q, kv.keys(inputs.rotate), bias, real, jnp.zeros(()), inputs.softcap)
+        rows = Answers(q, kv.k, bias, real, jnp.zeros(()), inputs.softcap)
         out = jnp.einsum("bkrs,bksh->bkrh", shares(*rows.weights()), kv.v.astype(jnp.float32))
         return dataclasses.replace(rows, out=out)
 
