@@ -281,7 +281,7 @@ class HeadShares(Heads):
                 f"{info.num_layers} layers of {info.num_kv_heads} kv heads; give a row a layer with one weight a head"
             )
         row = np.asarray(self.weights[info.layer])
-        return row * (len(row) / row.sum())
+        return row * (len(row) / row.sum()) if row.any() else np.ones(len(row))  # of a layer that gets nothing
 
     def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
         return _ceil(average * self._ratios(info).max())

@@ -128,9 +128,11 @@ UNTYPED = {  # parameters of these names have no class of their own
     "model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
     "config": Kind("a model's configuration, model.config", lambda x: hasattr(x, "num_kv_heads")),
     "key": Kind("a PRNG key, such as jax.random.key(0), or None", lambda x: x is None or _is_key(x)),
+    "policy_params": Kind("a tree for each layer, as init_policy_params gives", lambda x: isinstance(x, tuple | list)),
     "tokenizer": Kind("a tokenizer, such as models.load_tokenizer(...)", lambda x: hasattr(x, "decode")),
 }
 HeadTable = Annotated[Any, numbers("L", "K")]
+Arrays = Annotated[Any, Kind("a tree of arrays", lambda x: all(map(_is_array, jax.tree.leaves(x))))]
 Dtype = Annotated[Any, Kind("a dtype, such as jnp.float32", lambda x: isinstance(x, type | np.dtype | str))]
 ANYTHING = Kind("anything", lambda x: True)
 _PLAIN: dict[Any, Kind] = {

@@ -48,8 +48,7 @@ def test_what_a_window_holds_whole_stays_as_it_is():
     np.testing.assert_allclose(kv.v, PARAMS[0]["v"], atol=1e-4)
 
 
-@pytest.mark.parametrize("positions", ["rank", "shifted"])
-def test_tokens_that_move_are_not_fitted(positions):
-    policy = dataclasses.replace(methods.attention_matching(20), layout=Layout(positions))
-    with pytest.raises(ValueError, match=f'layer 0 wants tokens at positions="{positions}", but Match fits weights'):
+def test_tokens_that_move_are_not_fitted():
+    policy = dataclasses.replace(methods.attention_matching(20), layout=Layout("rank"))
+    with pytest.raises(ValueError, match='layer 0 wants tokens at positions="rank", but Match fits weights'):
         kvjax.start(tensors.model_of(PARAMS), policy=policy, lengths=[T], max_new_tokens=0)

@@ -23,11 +23,9 @@ def _is_count(n: Any) -> bool:
     return callable(n) or (kinds.whole(n) and n >= 0) or (kinds.real(n) and 0 <= n <= 1)
 
 
+A_COUNT = Kind("a number of tokens (int), a share of the prompt (float from 0 to 1), or a function of both", _is_count)
 # An int is a number of tokens, a float a share of the prompt, a function gets (prompts "M", budgets "M") on the host.
-Count = Annotated[
-    int | float | Callable[[Any, Any], Any],
-    Kind("a number of tokens (int), a share of the prompt (float from 0 to 1), or a function of both", _is_count),
-]
+Count = Annotated[int | float | Callable[[Any, Any], Any], A_COUNT]
 
 
 def count(*, default: Any = dataclasses.MISSING) -> Any:
@@ -55,18 +53,12 @@ def resolve(n: Count, prompt: Prompts, budget: Prompts | None = None) -> Prompts
       ValueError: `n` is none of the three kinds of count, a negative number or a share outside [0, 1], or a function
         whose answer has another shape.
     """
-    if isinstance(n, bool | np.bool_) or n is None:
-        raise ValueError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
+    if not A_COUNT.holds(n):
+        raise kinds.refused("count", n, A_COUNT.words)
     if isinstance(n, int | np.integer):
-        if n < 0:
-            raise ValueError(f"a count of {n} tokens is negative; give 0 or more")
         return np.full_like(prompt, min(int(n), MOST), dtype=np.int64)
     if isinstance(n, float | np.floating):
-        if not 0 <= n <= 1:
-            raise ValueError(f"{n} is not a share of the prompt, between 0 and 1; a number of tokens is an int")
         return np.floor(float(n) * prompt + 1e-9).astype(np.int64)
-    if not callable(n):
-        raise ValueError(f"{n!r} is not a count: give a number of tokens, a share of the prompt, or a function")
     found = np.asarray(n(prompt, budget))
     if found.shape != np.shape(prompt):
         raise ValueError(f"{place(n)} gave counts of shape {found.shape} for {np.shape(prompt)} prompts; give one each")

@@ -129,8 +129,7 @@ def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: A
 
 
 def check_state(model: Any, params: PyTree[Any], state: State) -> None:
-    """Refuses all but parameters of this model, and a state of it that can decode."""
-    check_model(model, params)
+    """Refuses all but a state of this model that can decode, and the model's parameters."""
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
     config, infos, policies = model.config, state.plan.infos, state.plan.layers
@@ -145,6 +144,7 @@ def check_state(model: Any, params: PyTree[Any], state: State) -> None:
         raise ValueError(
             f"the state's model has {wrong[0][0]}, but this one has {wrong[0][1]}; give the model that read the prompt"
         )
+    check_model(model, params)
 
 
 def check_logits(model: Any, state: State, logits: Any) -> None:

@@ -14,6 +14,7 @@ from kvjax.drivers.checks import as_array, check_lengths
 from kvjax.drivers.state import row_keys
 from kvjax.evict import check_kept
 from kvjax.observe import Reread
+from kvjax.pallas_kernels.kinds import Arrays
 from kvjax.plan import layer_params
 from kvjax.storage import Layer, empty
 
@@ -31,7 +32,7 @@ def evict_layer(
     layer: Amount = 0,
     num_layers: Size = 1,
     key: Any = None,
-    policy_params: Any = (),
+    policy_params: Arrays = (),
 ) -> Layer:
     """Evicts from a prompt in one layer. No slot moves; `live` of the returned layer says what stays.
 

@@ -182,13 +182,14 @@ def empty_state(
 
     With `slots`, layers have their planned slots already, as between blocks of a prompt.
     """
-    for i, p in enumerate(plan.layers):
-        if (where := p.layout.positions) != "original" and any(isinstance(x.rewrite, Match) for x in evicts(p)):
+    B, given = lengths.shape[0], own_params(policy, plan.infos, () if policy_params is None else policy_params)
+    for i, own in enumerate(plan.layers):
+        where = own.layout.positions
+        if where != "original" and any(isinstance(p.rewrite, Match) for p in evicts(own)):
             raise ValueError(
                 f'layer {i} wants tokens at positions="{where}", but Match fits weights and values to tokens that stay '
                 'where they are; use "original", or leave out the rewrite'
             )
-    B, given = lengths.shape[0], own_params(policy, plan.infos, () if policy_params is None else policy_params)
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
     layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
     xp: Any = jnp if isinstance(lengths, jax.core.Tracer) else np  # which compiles nothing
