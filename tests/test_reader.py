@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from kvjax import budgets, compose, methods
 from kvjax.contract import MOST
-from kvjax.drivers import generation, loop, steps
+from kvjax.drivers import generation, loop, reader, steps
 from kvjax.drivers.reader import read
 from kvjax.drivers.state import Prompts
 from kvjax.drivers.stream import endless_plan
@@ -31,36 +32,52 @@ def losses_of(model, params, policy):
 def test_chunks_are_token_by_token(shallow):
     """Losses and logits, the last chunk shorter, from an iterator that knows no length; the state after too."""
     losses, logits, state = losses_of(*shallow, POLICY)
-    reader = read(*shallow, iter(IDS), policy=POLICY, prompt_len=PROMPT, chunk=CHUNK)
-    found = list(reader)
+    read_on = read(*shallow, iter(IDS), policy=POLICY, prompt_len=PROMPT, chunk=CHUNK)
+    found = list(read_on)
     assert [x.shape for x in found] == [(2, CHUNK)] * 3 + [(2, 1)]
     np.testing.assert_allclose(np.concatenate(found, axis=1), losses, atol=2e-5)
-    np.testing.assert_array_equal(reader.state.length, state.length)
-    for a, b in zip(reader.state.layers, state.layers, strict=True):
+    np.testing.assert_array_equal(read_on.state.length, state.length)
+    for a, b in zip(read_on.state.layers, state.layers, strict=True):
         np.testing.assert_array_equal(np.sort(a.head_pos), np.sort(b.head_pos))
-    np.testing.assert_allclose(reader.logits, logits, atol=2e-5)
+    np.testing.assert_allclose(read_on.logits, logits, atol=2e-5)
 
 
 def test_nothing_grows_and_nothing_is_lost(shallow):
     """An endless iterator of one sequence; a state that somebody holds stays; what is no id is no token."""
     source = itertools.cycle([3, 5, 8])
     ids = itertools.chain(itertools.islice(source, 40), [61], source)
-    reader = read(*shallow, ids, policy=methods.tova(6), prompt_len=PROMPT, chunk=CHUNK)
-    next(reader)
-    compiled, held, shapes = loop._decoded._cache_size(), reader.state, jax.tree.map(jnp.shape, reader.state)
+    read_on = read(*shallow, ids, policy=methods.tova(6), prompt_len=PROMPT, chunk=CHUNK)
+    next(read_on)
+    compiled, held, shapes = loop._decoded._cache_size(), read_on.state, jax.tree.map(jnp.shape, read_on.state)
     for _ in range(6):
-        next(reader)
+        next(read_on)
     assert held.length.tolist() == [PROMPT + CHUNK]
     assert not any(x.is_deleted() for x in jax.tree.leaves(held))
     with pytest.raises(ValueError, match="token id 61 is outside the vocabulary, 0 to 60"):
-        next(reader)
-    assert reader.num_tokens == 37 == int(reader.state.length[0])
-    assert jax.tree.map(jnp.shape, reader.state) == shapes
+        next(read_on)
+    assert read_on.num_tokens == 37 == int(read_on.state.length[0])
+    assert jax.tree.map(jnp.shape, read_on.state) == shapes
     assert loop._decoded._cache_size() == compiled
-    reader.num_tokens = MOST - 1
-    reader._waiting = [1]
+    read_on.num_tokens = MOST - 1
+    read_on._waiting = [1]
     with pytest.raises(ValueError, match=r"are more than the 1,073,741,823 that positions count"):
-        next(reader)
+        next(read_on)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_loses_no_losses(shallow, monkeypatch):
+    """It comes while a chunk is read, which the cache then has; the next call returns what that chunk gave."""
+    options = {"policy": POLICY, "prompt_len": PROMPT, "chunk": CHUNK}
+    whole, step = list(read(*shallow, IDS, **options)), reader.decoded
+    read_on = read(*shallow, IDS, **options)
+    monkeypatch.setattr(reader, "decoded", lambda *x, **how: (step(*x, **how), signal.raise_signal(signal.SIGINT))[0])
+    found = []
+    for _ in whole:
+        with pytest.raises(KeyboardInterrupt):
+            next(read_on)
+        found.append(next(read_on))
+    assert not list(read_on)
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), np.concatenate(whole, axis=1))
 
 
 FASTGEN = dataclasses.replace(methods.fastgen((1,), (2,)), budget=8)

@@ -65,15 +65,7 @@ def test_a_stream_without_an_end_begins_as_others_do(run):
         _ = steps.tokens
 
 
-@pytest.fixture
-def listening():
-    """Ctrl-C interrupts as in a terminal: a process that a script starts in the background ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("listening")
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_loses_nothing(run, greedy, monkeypatch):
     """It comes when the step before has given its cache away; what was made stays, and can be gone on with."""
     steps = run(stream, lengths=LENGTHS)

@@ -27,10 +27,11 @@ _decode = jax.jit(decode, static_argnums=0)
 class Reader(Iterator[np.ndarray]):
     """Iterator over the chunks that `read` reads; it can be left and resumed at any time.
 
-    Ctrl-C takes effect between chunks, or while tokens are waited for; those that have come by then are read next.
+    Ctrl-C takes effect between chunks, or while tokens are waited for; those that have come by then are read next. The
+    losses of a chunk that was read when it came are what the next call returns.
 
     Attributes:
-      num_tokens: tokens of every sequence so far.
+      num_tokens: tokens of every sequence so far that the cache has read.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Reader(Iterator[np.ndarray]):
         logits, state = read_prompts(model, params, prompts, policy, HORIZON, key=key, plan=plan, warns=False)
         self._logits, self._state, self._at = logits, endless(state), None
         self._waiting, self.num_tokens, self._prompt = [], T, lengths
+        self._ready: list[np.ndarray] = []  # losses that nobody has got yet
 
     @property
     def logits(self) -> Float[Array, "B V"]:
@@ -81,6 +83,13 @@ class Reader(Iterator[np.ndarray]):
         return (found[:, None] if found.ndim == 1 else found).T.astype(np.int32)
 
     def __next__(self) -> Float[np.ndarray, "B n"]:
+        if not self._ready:
+            self._read_next()
+        [losses] = self._ready
+        self._ready = []  # nothing is called from here on, so that no signal comes between
+        return losses
+
+    def _read_next(self) -> None:
         tokens = self._next(self._chunk)
         if not tokens.size:
             raise StopIteration
@@ -94,9 +103,8 @@ class Reader(Iterator[np.ndarray]):
             )
         check_positions(self._model.config, self._state.plan, self._prompt, read + n, seen=read)
         with uninterrupted():  # as the old state is gone when the chunk has begun
-            losses = self._read(tokens)
+            self._ready = [self._read(tokens)]
             self._waiting, self.num_tokens = [], self.num_tokens + n
-        return losses
 
     def _read(self, tokens: Int[np.ndarray, "B n"]) -> Float[np.ndarray, "B n"]:
         first: list[np.ndarray] = []

@@ -112,7 +112,9 @@ class Stream(Iterator[Any]):
         while True:
             self._settle()
             if self._ready:
-                return self._ready.pop()
+                [piece] = self._ready
+                self._ready = []  # nothing is called from here on, so that no signal comes between
+                return piece
             if self._taken == self._most or not self._running.any():
                 raise StopIteration
             self._draw()
