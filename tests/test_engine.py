@@ -102,6 +102,16 @@ def test_a_score_that_is_no_number_ends_a_run(shallow):
         lines(*shallow, EXAMPLES[1:2], "after_compression", 1, kvjax.from_fn(_nothing, budget=4))
 
 
+@pytest.mark.parametrize("asked", [question(2), question(2, num_beams=2)])
+def test_an_answer_whose_logits_are_no_numbers_has_no_score(shallow, asked):
+    """The embedding of a question's token is damaged; the prompt has none of it."""
+    (model, params), example = shallow, asking("a", 0, 9, asked)
+    assert asked.ids[0] not in example.context
+    damaged = {**params, "embed_tokens": params["embed_tokens"].at[asked.ids[0]].set(jnp.nan)}
+    with pytest.raises(ValueError, match="a 0, question 0: the logits are not numbers"):
+        lines(model, damaged, [example], "after_compression", 1, methods.h2o(6))
+
+
 @pytest.mark.parametrize("protocol", [pytest.param("in_prompt", marks=pytest.mark.slow), "after_compression"])
 def test_every_row_and_question_gives_what_it_gives_alone(shallow, protocol, monkeypatch):
     policy = methods.keyformer(0.5)  # its temperature depends on what is planned, its noise on the row's key

@@ -252,3 +252,14 @@ def test_an_answer_from_elsewhere_is_not_kept(make):
     fork.keep(pieces)
     with pytest.raises(ValueError, match="is no answer from where this session stands"):
         fork.keep(pieces)
+
+
+def test_logits_that_are_no_numbers_are_no_answer(make, shallow):
+    """A question has a token whose embedding is damaged, as the context has not."""
+    params, id_ = shallow[1], words()("fa").input_ids[0]
+    damaged = {**params, "embed_tokens": params["embed_tokens"].at[id_].set(np.nan)}
+    session = make(damaged).compress(CONTEXT)
+    for ask in (session.ask, lambda question: list(session.stream(question)), lambda q: session.ask(q, keep=True)):
+        with pytest.raises(ValueError, match="logits are not numbers after token 0 of answer 0, so that no text follows"):
+            ask("fa dc")
+    assert session.ask("ah") == make().compress(CONTEXT).ask("ah")

@@ -172,7 +172,7 @@ class Session:
 
         Raises:
           ValueError: no context, no key for a sampler that draws, an empty question, another number of questions than
-            of contexts, more tokens than were planned.
+            of contexts, more tokens than were planned; while it yields, logits that are no numbers.
         """
         dialogues, model, ends = self._opened(), self._model, self._options["eos_ids"]
         check_request(model, self._policy, self._sampler, ends, 0, self._key if key is None else key)
@@ -245,8 +245,6 @@ class Session:
             raise ValueError("pieces is no answer from where this session stands; give what its stream(...) returned")
         self._check_kept(questions)
         answers = [row[:n].tolist() for row, n in zip(pieces.tokens, pieces.lengths, strict=True)]
-        if min(map(min, answers)) < 0:
-            raise ValueError("an answer has logits that are no numbers; nothing can go on from it")
         each, ends = zip(dialogues, questions, answers, strict=True), self._options["eos_ids"]
         self._state, self._dialogues = pieces.state, tuple(d.after(q, tuple(a), ends) for d, q, a in each)
 

@@ -138,6 +138,11 @@ class Stream(Iterator[Any]):
         """Records the token that was drawn last, once."""
         if self._new:
             ids = np.asarray(self._at.token)  # waits for the step
+            if self._pieces is not None and (wrong := np.flatnonzero(self._running & (ids == NO_TOKEN))).size:
+                raise ValueError(
+                    f"logits are not numbers after token {self._taken} of answer {wrong[0]}, so that no text follows; "
+                    "the model's are not, or the policy keeps more tokens than its `sizes` asked for"
+                )
             with uninterrupted():
                 self._take(ids)
                 self._new = False
@@ -154,7 +159,7 @@ class Stream(Iterator[Any]):
             return
         last, new = self._taken == self._most, [""] * len(ids)
         for row in np.nonzero(before)[0]:
-            token = None if ended[row] or ids[row] == NO_TOKEN else int(ids[row])
+            token = None if ended[row] else int(ids[row])
             new[row] = self._pieces[row].push(token, last=last or bool(ended[row]))
         self._running &= ~np.array([pieces.stopped for pieces in self._pieces])
         if any(new):
@@ -205,7 +210,7 @@ def stream(
 
     Raises:
       ValueError: what `kvjax.generate` refuses; text or stop strings without a tokenizer; traced arguments;
-        no end under a policy whose cache grows.
+        no end under a policy whose cache grows. While it yields text, logits that are no numbers.
     """
     stops = stop_strings(stop)
     if tokenizer is None and (stops or isinstance(prompt, str) or is_chat(prompt)):
