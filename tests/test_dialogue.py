@@ -74,6 +74,7 @@ def test_ids_are_those_of_the_whole_text(template, context):
         ("", "a", "the context is empty"),
         (3, "a", "context=3 is neither a text nor messages of a chat"),
         ([{"role": "user", "content": ["a"]}], "a", "the content of every message must be a text"),
+        ([{"content": "a"}], "a", "the role and the content of every message must be a text"),
         ("a", "", "question='': must be a text of at least one character"),
         ("a", 3, "question=3: must be a text"),
         ("a", "\ud800", "question has half of a character"),

@@ -13,7 +13,7 @@ import pytest
 from tokenizers.normalizers import Replace
 
 from kvjax import methods, models
-from kvjax.drivers import attend, generation, loop, sampling, steps
+from kvjax.drivers import attend, checkpoint, generation, loop, sampling, steps
 from kvjax.drivers.session import Session
 from kvjax.observe import Reread
 from tests.test_checks import LINE
@@ -205,6 +205,45 @@ def test_another_model_tokenizer_policy_or_sampler_is_refused(make, shallow, tmp
         make().save(path)
 
 
+def places(words, at=()):
+    """Where every word of JSON stands; of the numbers of a list, the first alone."""
+    for name, inner in words.items() if isinstance(words, dict) else enumerate(words):
+        if not name or not isinstance(words, list) or not isinstance(inner, int):
+            yield (*at, name)
+        yield from places(inner, (*at, name)) if isinstance(inner, dict | list) else ()
+
+
+def put(words, at, new):
+    """JSON with another word in one place."""
+    if not at:
+        return new
+    words = words.copy()
+    words[at[0]] = put(words[at[0]], at[1:], new)
+    return words
+
+
+def test_words_that_no_session_writes_are_named(make, shallow, tmp_path):
+    """Of right digests. What is taken, as another text is, would be saved as it is."""
+    session, tokenizer = make(key=jax.random.key(3)).compress(CONTEXT), words()
+    session.ask("ah", keep=True)
+    session.save(tmp_path / "session")
+    whole, arrays = checkpoint._read(tmp_path / "session")
+    path, again, taken, said = tmp_path / "changed", tmp_path / "again", set(), []
+    for at in places(whole):
+        for bad in (None, -1, "x", [], {"a": 1}):
+            checkpoint._write(path, arrays, put(whole, at, bad))
+            try:
+                loaded = Session.load(path, *shallow, tokenizer, policy=POLICY)
+            except ValueError as e:
+                said.append(str(e))
+            else:
+                loaded.save(again)
+                assert again.read_bytes() == path.read_bytes(), (at, bad)
+                taken.add(at[-1])
+    assert all(str(path) in text for text in said)
+    assert taken == {0, 1, 3, "eos_ids", "stop", "block", "key"}
+
+
 BAD = [
     (lambda s: s().ask("aa"), "has read nothing to ask about; call compress"),
     (lambda s: s().compress(CONTEXT).ask("aa " * 30), "of 30 tokens and an answer of 6 end 35 tokens .* room for 32"),
@@ -260,6 +299,6 @@ def test_logits_that_are_no_numbers_are_no_answer(make, shallow):
     damaged = {**params, "embed_tokens": params["embed_tokens"].at[id_].set(np.nan)}
     session = make(damaged).compress(CONTEXT)
     for ask in (session.ask, lambda question: list(session.stream(question)), lambda q: session.ask(q, keep=True)):
-        with pytest.raises(ValueError, match="logits are not numbers after token 0 of answer 0, so that no text follows"):
+        with pytest.raises(ValueError, match="logits are not numbers after token 0 of answer 0, so that no"):
             ask("fa dc")
     assert session.ask("ah") == make().compress(CONTEXT).ask("ah")

@@ -22,13 +22,23 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from kvjax.contract import Policy
+from kvjax.contract import MOST, Policy
+from kvjax.contract.checks import unlike
 from kvjax.drivers.checks import check_model
 from kvjax.drivers.memory import read_shapes
 from kvjax.drivers.state import State
 from kvjax.plan import infos_of, planned
 
 _Path = str | os.PathLike[str]
+_SAVED = {
+    "policy": str,
+    "model": str,
+    "lengths": [range(1, MOST)],
+    "sizes": (range(1, MOST), range(MOST)),
+    "capacities": [range(MOST)],
+    "steady": bool,
+    "notes": {dict, type(None)},
+}
 
 
 def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, policy: Policy) -> None:
@@ -86,6 +96,7 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
     """Reads the state and the notes that `write_state` wrote."""
     check_model(model, params)
     words, arrays = _read(path)
+    check_words(path, words, _SAVED)
     if words["policy"] != (here := described(policy)):
         raise ValueError(
             f"{path} was made under another policy, {_differing(words['policy'], here)}; give the same policy"
@@ -96,6 +107,8 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
             "read the prompt"
         )
     lengths, config = np.asarray(words["lengths"], np.int32), model.config
+    if not 0 < lengths.max(initial=0) <= words["sizes"][0]:
+        raise ValueError(f"{path} says lengths={words['lengths']}, but sizes={words['sizes']}; save it anew")
     plan, hparams = planned(policy, infos_of(config, policy, *words["sizes"]), lengths)
     plan = dataclasses.replace(plan, capacities=tuple(words["capacities"]))
     leaves, tree = jax.tree.flatten(read_shapes(config, policy, plan, hparams, lengths)[0])
@@ -106,11 +119,19 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
             f"{path} holds the state of another model or version: of its {len(there)} arrays, {len(there - here)} do "
             f"not fit the {len(here)} of this model; give the model that read the prompt"
         )
-    if words.get("model") != _fingerprint(model, params):
+    if words["model"] != _fingerprint(model, params):
         raise ValueError(f"{path} holds the state of another model; give the model and parameters that read the prompt")
     wrap = lambda name, like: jax.random.wrap_key_data(arrays[name]) if _is_key(like) else arrays[name]
     state = tree.unflatten(map(wrap, wanted, leaves))
-    return dataclasses.replace(state, steady=words.get("steady") is not False), words["notes"]
+    if (read := state.prompt_length.tolist()) != words["lengths"]:
+        raise ValueError(f"{path} says lengths={words['lengths']}, but its prompts have {read} tokens; save it anew")
+    return dataclasses.replace(state, steady=words["steady"]), words["notes"]
+
+
+def check_words(path: _Path, words: Any, like: Any) -> None:
+    """Refuses words of a file that are not `like` what was written (`kvjax.contract.checks.unlike`)."""
+    if wrong := unlike("words", words, like):
+        raise ValueError(f"{path} says {wrong}, as no file of kvjax does; save it anew")
 
 
 def _differing(there: str, here: str) -> str:
@@ -169,9 +190,11 @@ def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
         with safe_open(os.fspath(path), framework="flax") as file:
             words = json.loads((file.metadata() or {})["kvjax"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dict
-    except (SafetensorError, ValueError, KeyError) as e:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"{path} {damaged.format(e)}") from e
-    if words.pop("digest", None) != _digest(json.dumps(words), *(arrays[n] for n in sorted(arrays))):
+    if not isinstance(words, dict) or words.pop("digest", None) != _digest(
+        json.dumps(words), *(arrays[n] for n in sorted(arrays))
+    ):
         raise ValueError(f"{path} {damaged.format('it is not what was written')}")
     return words, arrays
 

@@ -38,12 +38,7 @@ class Dialogue:
         Raises:
           ValueError: neither a text nor messages of texts, or an empty one.
         """
-        if not isinstance(context, str) and not is_chat(context):
-            raise ValueError(f"context={context!r} is neither a text nor messages of a chat")
-        if not context:
-            raise ValueError("the context is empty; give a text or messages, or use kvjax.generate")
-        if not isinstance(context, str) and not all(isinstance(m.get("content"), str) for m in context):
-            raise ValueError(f"context={context!r}: the content of every message must be a text")
+        check_context(context)
         new = cls(tokenizer, context if isinstance(context, str) else tuple(map(dict, context)))
         return dataclasses.replace(new, ids=tuple(encode(tokenizer, new._opening()[0])))
 
@@ -119,3 +114,14 @@ class Dialogue:
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
         return messages
+
+
+def check_context(context: Any) -> None:
+    """Refuses what is neither a text nor messages of texts, and an empty one."""
+    if not isinstance(context, str) and not is_chat(context):
+        raise ValueError(f"context={context!r} is neither a text nor messages of a chat")
+    if not context:
+        raise ValueError("the context is empty; give a text or messages, or use kvjax.generate")
+    text = lambda message: all(isinstance(message.get(name), str) for name in ("role", "content"))
+    if not isinstance(context, str) and not all(map(text, context)):
+        raise ValueError(f"context={context!r}: the role and the content of every message must be a text")

@@ -18,12 +18,12 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Policy, Size
+from kvjax.contract import MOST, Policy, Size
 from kvjax.drivers.buckets import bucket
-from kvjax.drivers.checkpoint import described, read_state, write_state
+from kvjax.drivers.checkpoint import check_words, described, read_state, write_state
 from kvjax.drivers.checks import check_model, check_prompts, check_request
 from kvjax.drivers.compiled import keep_compiled
-from kvjax.drivers.dialogue import Dialogue
+from kvjax.drivers.dialogue import Dialogue, check_context
 from kvjax.drivers.generation import given_tokens
 from kvjax.drivers.loop import decoded
 from kvjax.drivers.sampling import Greedy, Sampler
@@ -292,14 +292,30 @@ class Session:
         state, notes = read_state(path, model, params, policy)
         if notes is None:
             raise ValueError(f"{path} is a state without texts; use kvjax.load_state")
+        ids, many, one = [range(model.config.vocab_size)], range(1, MOST), {range(1, MOST), type(None)}
+        options = {"max_new_tokens": many, "max_question_tokens": many, "max_turns": many, "eos_ids": ids}
+        like = {
+            "dialogues": [({str, list}, [(str, str)], ids, ids)],
+            "options": options | {"stop": [str], "block": one, "buckets": bool},
+            "key": {type(None), (range(2**32),) * 2},
+            "made_with": {"tokenizer": str, "sampler": str},
+        }
+        check_words(path, notes, like)
         key = notes["key"] and jax.random.wrap_key_data(jnp.asarray(notes["key"], jnp.uint32), impl="threefry2x32")
-        session = cls(model, params, tokenizer, policy=policy, sampler=sampler, key=key, **notes["options"])
+        try:
+            session = cls(model, params, tokenizer, policy=policy, sampler=sampler, key=key, **notes["options"])
+            for context, *_ in notes["dialogues"]:
+                check_context(context)
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from e
         here, there = session._made_with(), notes["made_with"]
+        if wrong := [name for name in there if here[name] != there[name]]:
+            raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
         dialogues = [
             Dialogue(tokenizer, c, tuple(map(tuple, t)), tuple(i), tuple(u)) for c, t, i, u in notes["dialogues"]
         ]
-        if wrong := [name for name in there if here[name] != there[name]]:
-            raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
+        if (told := [len(d.ids) for d in dialogues]) != (read := state.length.tolist()):
+            raise ValueError(f"{path} has dialogues of {told} tokens, but its cache has read {read}; save it anew")
         session._state, session._dialogues, session._policy_params = state, tuple(dialogues), state.params or None
         return session
 
