@@ -26,7 +26,7 @@ from typing import Any
 import tyro
 
 from kvjax.experiments import figures
-from kvjax.experiments.core.command import plain_errors, write_json
+from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.markdown import plain
 from kvjax.experiments.core.provenance import environment
@@ -88,7 +88,7 @@ def run(options: Options, command: Sequence[str]) -> None:
         write_json(directory / "report.json", {**numbers.as_json(chosen, found, job.reduced, faults), **about})
         write_bytes(directory / "report.md", text.encode())
         if found and not entry.label.startswith("table"):
-            picture(chosen, found, lines, job.rows).savefig(directory / "figure.png")
+            write_figure(directory / "figure.png", picture(chosen, found, lines, job.rows))
         for figure in drawn:
             figures.run(figure, about["command"])
         print(f"{text}\nwritten to {directory}")

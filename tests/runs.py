@@ -3,7 +3,6 @@
 import atexit
 import dataclasses
 import functools
-import json
 import pathlib
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ import numpy as np
 from kvjax import models
 from kvjax.experiments import run
 from kvjax.experiments.core import pictures
+from kvjax.experiments.core.records import read_lines
 from kvjax.models.embedded import EMBEDDED
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def small(**changes):
 
 
 def samples(directory):
-    return [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    return [*read_lines(directory / "samples.jsonl")[0].values()]
 
 
 def without_times(lines, more=()):

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import subprocess
 
 import numpy as np
@@ -58,7 +59,25 @@ def test_a_torn_last_line_is_dropped(three, rest, capsys):
         assert "the last line of" in capsys.readouterr().err
         assert len(again.lines) == 3
         again.append(numbered(3))
-    assert (three / "samples.jsonl").read_bytes() == whole + json.dumps(numbered(3)[0]).encode() + b"\n"
+    with opened(three) as again:
+        assert [*again.lines.values()] == numbered(0, 1, 2, 3)
+    assert (three / "samples.jsonl").read_bytes().startswith(whole)
+
+
+def test_a_flipped_bit_of_a_line_is_found(three):
+    """Whichever it is. A line without a checksum, as an older kvjax wrote it, is read all the same."""
+    file, first = three / "samples.jsonl", json.dumps(LINE).encode() + b"\n"
+    whole = file.read_bytes()[: -len(b"\n")].rpartition(b"\n")[2]
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(first + flipped + b"\n")
+        try:
+            (line,) = [line for line in read_lines(file)[0].values() if line["index"] != 0]
+        except ValueError as e:
+            assert re.search("line [23] of .* is (no line that a run wrote|not as it was written)", str(e))
+        else:  # the checksum's own name, so that there is none
+            assert line.items() >= numbered(2)[0].items()
 
 
 def lines_of(change):
@@ -72,14 +91,24 @@ def lines_of(change):
         ("manifest.json", lambda _: b"", "manifest.json is broken .*--restart"),
         ("manifest.json", lambda m: m[: len(m) // 2], "manifest.json is broken .*--restart"),
         ("manifest.json", lambda _: b'{"config": 3}', "manifest.json is broken .*--restart"),
+        ("manifest.json", lambda _: b'{"config": {"ids": ["a"]}, "made": [{}]}', "manifest.json is broken .*--restart"),
         ("manifest.json", lambda m: m.replace(b'"made"', b'"code"'), "holds results of an older kvjax, .*run it anew"),
         ("manifest.json", lambda m: m.replace(b'"seed": 0', b'"seed": 1'), r"another config \(seed: 1 there, 0 now\)"),
         ("samples.jsonl", lines_of(lambda m: [m[0], b"#\n", *m[1:]]), "line 2 of .* is no line .*: '#'; delete the"),
         ("samples.jsonl", lines_of(lambda m: [*m, b"{}\n"]), "line 4 of .* is no line that a run wrote"),
         ("samples.jsonl", lambda m: b"\xff\x00{\n" + m, "line 1 of .* is no line that a run wrote"),
         ("samples.jsonl", lines_of(lambda m: [*m, m[1]]), "line 4 of .* stands there twice"),
+        (
+            "samples.jsonl",
+            lambda m: m.replace(b"0.5", b"0.4", 1),
+            "line 1 of .* is not as it was written: .*delete the",
+        ),
         ("samples.jsonl", lambda m: m.replace(b"\n", b"\r"), "bytes without a line break .* put them back"),
-        ("samples.jsonl", lambda m: m.replace(b'"id": "a"', b'"id": "z"'), "a line of another run.*delete the line"),
+        (
+            "samples.jsonl",
+            lambda _: json.dumps(LINE | {"id": "z"}).encode() + b"\n",
+            "a line of another run.*delete the",
+        ),
     ],
 )
 def test_what_cannot_be_this_runs_is_refused_and_stays(three, file, damage, message):
@@ -92,6 +121,19 @@ def test_what_cannot_be_this_runs_is_refused_and_stays(three, file, damage, mess
     with opened(three, restart=True) as anew:
         assert not anew.lines
     assert contents(three.with_name("x.old-1")) == damaged
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"score": x} for x in (None, "x", float("nan"), 2, 10**400)]
+    + [{"nll": x} for x in (None, "x", float("nan"), float("inf"))]
+    + [{"method": ["m"]}, {"budget": 1}, {"task": None}, {"index": "0"}, {"question": 1.0}],
+)
+def test_what_is_no_score_and_no_name_is_no_line(three, wrong):
+    """Of lines without a checksum."""
+    (three / "samples.jsonl").write_text(json.dumps(LINE | wrong) + "\n")
+    with pytest.raises(ValueError, match="line 1 of .* is no line that a run wrote"):
+        opened(three)
 
 
 def test_a_start_that_came_to_nothing_belongs_to_nobody(tmp_path):
@@ -187,11 +229,17 @@ def test_what_is_written_beside_a_file_goes_through_no_link_and_does_not_stay(tm
     assert sorted(p.name for p in here.iterdir()) == [".lock", "manifest.json", "samples.jsonl"]
 
 
-def test_a_link_in_place_of_the_kept_positions_is_refused(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "kept").symlink_to(tmp_path, target_is_directory=True)
-    with pytest.raises(ValueError, match="kept is a link to another directory"):
-        opened(tmp_path / "x")
+@pytest.mark.parametrize("name", ["kept", "checkpoints", "samples.jsonl"])
+def test_a_link_that_would_be_written_through_is_refused(three, name, tmp_path):
+    """What it leads to stays, the torn line at its end too."""
+    victim = tmp_path / "victim"
+    victim.write_bytes((three / "samples.jsonl").read_bytes() + b"torn")
+    (three / name).unlink(missing_ok=True)
+    (three / name).symlink_to(victim)
+    before = victim.read_bytes()
+    with pytest.raises(ValueError, match=f"{name} is a link to another place; delete it"):
+        opened(three)
+    assert victim.read_bytes() == before
 
 
 def test_other_code_or_versions_are_said_and_noted_before_the_next_line(three, monkeypatch, capsys):
@@ -222,7 +270,7 @@ def test_bad_rows_and_kept_positions_are_read_back(three):
     assert {name: np.stack(x).tolist() for name, x in load_kept(three).items()} == {"m@1": np.stack(layers).tolist()}
 
 
-def test_lines_of_an_equal_run_beside_are_taken_over(three, monkeypatch, capsys):
+def test_lines_of_an_equal_run_beside_are_taken_over(three, tmp_path, monkeypatch, capsys):
     with opened(three) as first:
         first.keep("m@1", [np.zeros((1, 2))])
     other = {"name": "other", "ids": {"n@2": "a", "full@1.0": "c"}}
@@ -237,6 +285,15 @@ def test_lines_of_an_equal_run_beside_are_taken_over(three, monkeypatch, capsys)
     assert [*load_kept(three.with_name("y"))] == ["n@2"]
     noted = read_manifest(three.with_name("y"))["taken_over"]
     assert noted == [{"of": "n@2", "from": str(three), "lines": 2}]
+    whole = (three / "samples.jsonl").read_bytes()
+    (three / "samples.jsonl").write_bytes(whole.replace(b'"m"', b'["m"]', 1))
+    (tmp_path / "u").mkdir()
+    (tmp_path / "u" / "manifest.json").write_text('{"config": {"ids": ["a"]}, "made": [{}]}')
+    with opened(three.with_name("v"), other) as third:  # an equal run that is broken is named; others go in
+        assert third.take_over("n@2", wanted) == 2
+    said = f"n@2: nothing is taken over from {three}, an equal run: line 1 of "
+    assert said in capsys.readouterr().err
+    (three / "samples.jsonl").write_bytes(whole)
     now = records.environment([])
     monkeypatch.setattr(records, "environment", lambda _: {**now, "code": "0"})
     with opened(three.with_name("z"), other) as third:

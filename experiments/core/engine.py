@@ -570,7 +570,7 @@ class Engine:
 
     def _line(self, row: Prompt, i: int, given: Tokens, ids: np.ndarray, logp: np.ndarray, live: np.ndarray) -> Line:
         """The score of an answer, or the likelihood of a continuation."""
-        if np.isnan(logp).any() or ids.min(initial=0) < 0:
+        if not np.isfinite(logp).all() or ids.min(initial=0) < 0:
             name = f"{row.example.task} {row.example.index}, question {i}"
             raise ValueError(f"{name}: the logits are not numbers; the model's are not, or its dtype is too small")
         question, answer = row.example.questions[i], ids[len(given) :].tolist()

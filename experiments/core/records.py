@@ -1,14 +1,15 @@
 """A results directory: `manifest.json` says what is run, `samples.jsonl` has a line a question, written as it finishes.
 
 A line is flat: `method`, `budget`, `task`, `index` and `question` name it, `id` says what made it, `score` or `nll` is
-its value, and the rest says what was answered, what it cost, and by `context` which lines share one. pandas reads the
-file as it is. `manifest.json` holds the config and, in `made`, the command, code, versions and device, with one entry
+its value, and the rest says what was answered, what it cost, and by `context` which lines share one; `check` is a
+checksum of all that. pandas reads the file as it is. `manifest.json` holds the config and, in `made`, the command, code, versions and device, with one entry
 more for every resumption by others.
 """
 
 import hashlib
 import io
 import json
+import math
 import os
 import pathlib
 import sys
@@ -32,6 +33,7 @@ KEY: Final = ("method", "budget", "task", "index", "question")
 """What names a line."""
 _MAKES: Final = ("code", "versions", "switches", "device")  # what results depend on besides the config
 _STARTED: Final = ("manifest.json", "samples.jsonl", "checkpoints")
+_KINDS: Final = (str, str, str, int, int)  # of the values of a key
 
 
 def key(line: Line) -> Key:
@@ -114,8 +116,9 @@ class Records:
         print(f"the earlier run was moved to {old}")
 
     def _open(self, now: dict[str, Any]) -> None:
-        if (self.directory / "kept").is_symlink():
-            raise ValueError(f"{self.directory / 'kept'} is a link to another directory; delete it, or choose --output")
+        for name in ("kept", "checkpoints", "samples.jsonl"):  # others are replaced, not written to
+            if (self.directory / name).is_symlink():
+                raise ValueError(f"{self.directory / name} is a link to another place; delete it, or choose --output")
         cut_off = [f for d in (self.directory, self.directory / "kept") for f in d.glob(".*.tmp")]
         for file in (f for f in cut_off if BESIDE.fullmatch(f.name)):  # by a kill
             file.unlink()
@@ -180,7 +183,7 @@ class Records:
         new = {key(line): line for line in lines if key(line) not in self.lines}
         self._check()
         with naming(self._file), self._file.open("a") as f:
-            f.writelines(json.dumps(line) + "\n" for line in new.values())
+            f.writelines(json.dumps({**line, "check": _checksum(line)}) + "\n" for line in new.values())
             f.flush()
             os.fsync(f.fileno())
         self.lines |= new
@@ -218,11 +221,15 @@ class Records:
             try:
                 manifest = read_manifest(there)
                 ids = manifest["config"].get("ids", {})
-                theirs = next((name for name, each in ids.items() if each == own), None)
-                if theirs is None or not _made_alike(manifest["made"]):
-                    continue
+            except (OSError, ValueError):  # no run, or one of an older kvjax
+                continue
+            theirs = next((name for name, each in ids.items() if each == own), None)
+            if theirs is None or not _made_alike(manifest["made"]):
+                continue
+            try:
                 lines = read_lines(there / "samples.jsonl")[0].values()
-            except (OSError, ValueError):  # no run, or a broken one
+            except (OSError, ValueError) as e:
+                print(f"{label}: nothing is taken over from {there}, an equal run: {e}", file=sys.stderr)
                 continue
             found = [{**line, "method": method, "budget": budget} for line in lines if line.get("id") == own]
             found = [line for line in found if key(line) in wanted and key(line) not in self.lines]
@@ -264,6 +271,10 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         if not isinstance(manifest["config"], dict):
             raise TypeError("its config is no object")
+        if not isinstance(manifest["config"].get("ids", {}), dict) or not isinstance(
+            manifest.get("taken_over", []), list
+        ):
+            raise TypeError("its ids are no object, or what was taken over is no list")
         made = manifest.get("made")
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(
@@ -286,22 +297,45 @@ def read_lines(file: pathlib.Path) -> tuple[dict[Key, Line], int]:
     found: dict[Key, Line] = {}
     for number, text in enumerate(whole, 1):
         try:
-            line = json.loads(text)
-            name, fault = key(line), "stands there twice"
-        except (ValueError, KeyError, TypeError, RecursionError):
-            name, line, fault = None, {}, "is no line that a run wrote"
-        if name is None or name in found:
+            line = _line(text)
+            if key(line) in found:
+                raise ValueError("stands there twice")
+        except ValueError as e:
             raise ValueError(
-                f"line {number} of {file} {fault}: {text[:60].decode(errors='replace')!r}; delete the line, and its "
+                f"line {number} of {file} {e}: {text[:60].decode(errors='replace')!r}; delete the line, and its "
                 "question runs again, or begin anew with --restart"
-            )
-        found[name] = line
+            ) from e
+        found[key(line)] = line
     if rest.count(b'"method": ') > 1:
         raise ValueError(
             f"{file} ends in {len(rest)} bytes without a line break that are not one line cut short: {rest[:60]!r}; if "
             "its line breaks were changed, put them back, or begin anew with --restart"
         )
     return found, sum(len(text) + 1 for text in whole)
+
+
+def _line(text: bytes) -> Line:
+    """What a line holds. One without a checksum is of an older kvjax.
+
+    Raises:
+      ValueError: one that no run wrote, or that is another than was written.
+    """
+    try:
+        line = json.loads(text)
+        check = line.pop("check", None)
+        values = [line[name] for name in ("score", "nll") if name in line]
+        named = [*map(type, key(line))] == [*_KINDS]
+        if not named or not all(map(math.isfinite, values)) or not 0 <= line.get("score", 0) <= 1:
+            raise TypeError(line)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+        raise ValueError("is no line that a run wrote") from e
+    if check not in (None, _checksum(line)):
+        raise ValueError("is not as it was written")
+    return line
+
+
+def _checksum(line: Line) -> int:
+    return zlib.crc32(json.dumps(line, sort_keys=True).encode())
 
 
 def load_kept(directory: pathlib.Path) -> dict[str, list[np.ndarray]]:
