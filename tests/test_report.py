@@ -239,6 +239,50 @@ def test_names_are_no_markup():
     assert markdown.table(["a|b"], [["<i>\nx"]]) == [r"| a\|b |", "|---|", r"| \<i> x |"]
 
 
+IMPOSSIBLE = {  # where it stands, and what
+    "run": (
+        ("manifest.json", lambda whole: whole["config"]["tasks"]["mine"].update(examples=10**400)),
+        ("samples.jsonl", lambda line: line.update(tokens="x")),
+        ("samples.jsonl", lambda line: line.update(prompt_tokens=10**400)),
+        ("samples.jsonl", lambda line: line.update(context=["mine/0"])),
+        ("samples.jsonl", lambda line: line.update(output=5)),
+    ),
+    "paper": (
+        ("report.json", lambda whole: whole.update(numbers=5)),
+        ("report.json", lambda whole: whole.update(reduced=5)),
+        ("report.json", lambda whole: whole["numbers"][0].update(method=["roco"])),
+        ("report.json", lambda whole: whole["numbers"][0].update(ours=10**400)),
+    ),
+    "lm_eval": (
+        (
+            "results_2026-01-02.json",
+            lambda whole: whole["results"]["wikitext"].update({"word_perplexity,none": 10**400}),
+        ),
+        ("samples_trec_2026-01-02.jsonl", lambda line: line.update(doc_id=10**400)),
+    ),
+}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_impossible_words_cost_their_own_directory_alone(tmp_path, capsys):
+    """They are named, each in one line."""
+    make_run(tmp_path / "good", tasks=("mine",), rows=2)
+    makers = {"run": lambda d: make_run(d, tasks=("mine",), rows=2), "paper": make_paper}
+    makers["lm_eval"] = lambda d: make_lm_eval(d, "full", [0.5, 1.0])
+    broken = []
+    for kind, file, change in ((kind, *each) for kind, of in IMPOSSIBLE.items() for each in of):
+        broken.append(tmp_path / f"{kind}-{len(broken)}")
+        makers[kind](broken[-1])
+        first, *others = (path := broken[-1] / file).read_text().splitlines(keepends=True)
+        word = json.loads(first)
+        change(word)
+        path.write_text("".join([json.dumps(word) + "\n", *others]))
+    report.main([*map(str, (tmp_path / "good", *broken)), "--output", str(tmp_path / "page")])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(broken)
+    assert all(line.startswith(f"skipped {directory}") for line, directory in zip(said, broken, strict=True))
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_prompts_that_were_kept_whole_are_named(tmp_path):
     found = sources.read([make_run(tmp_path / "run", ["window"], ("1.5", "0.5", "T=1"), tasks=("mine",), rows=2)])

@@ -2,8 +2,8 @@
 
 A line is flat: `method`, `budget`, `task`, `index` and `question` name it, `id` says what made it, `score` or `nll` is
 its value, and the rest says what was answered, what it cost, and by `context` which lines share one; `check` is a
-checksum of all that. pandas reads the file as it is. `manifest.json` holds the config and, in `made`, the command, code, versions and device, with one entry
-more for every resumption by others.
+checksum of all that. pandas reads the file as it is. `manifest.json` holds the config and, in `made`, the command,
+code, versions and device, with one entry more for every resumption by others.
 """
 
 import hashlib

@@ -5,17 +5,25 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from kvjax.configs.experiment import Setup
+from kvjax.contract.checks import unlike
 from kvjax.experiments.core import table
-from kvjax.experiments.core.records import read_bad, read_lines, read_manifest
+from kvjax.experiments.core.records import Key, read_bad, read_lines, read_manifest
 
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
 _ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
+
+
+_NUMBER = {range(-(2**63), 2**63), float, type(None)}
+_TEXT = {str, type(None)}
+_LINE = dict.fromkeys(table.NUMERIC, _NUMBER) | dict.fromkeys(("context", "metric", "output"), _TEXT)
+_PAPER = dict.fromkeys(("ours", "low", "high", "theirs"), _NUMBER) | {"method": str, "column": str}
+_PAPER |= {"budget": _NUMBER | _TEXT}
 
 
 @dataclasses.dataclass
@@ -95,7 +103,7 @@ def read(directories: Sequence[pathlib.Path], output: pathlib.Path | None = None
                 parts.append(reader(path))
             except (ValueError, OSError) as e:
                 skipped.append((path, str(e)))
-            except (KeyError, TypeError, AttributeError) as e:  # other fields than those that are written
+            except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:  # no run writes such
                 skipped.append((path, f"broken ({type(e).__name__}: {e})"))
         return bool(readers)
 
@@ -150,9 +158,11 @@ def _run(directory: pathlib.Path) -> _Part:
     if not whole or not all(map(named, policies)):
         raise ValueError("not a run of experiments/run.py, and not finished if it is one of experiments/reproduce.py")
     found, bad = read_lines(directory / "samples.jsonl")[0], read_bad(directory)
-    there, planned = {key[:4] for key in found}, _planned(config, bad)
-    if lost := sum(key not in there for key in planned):
-        raise ValueError(f"not finished: {lost} of {len(planned)} examples are missing; run it again")
+    for number, line in enumerate(found.values(), 1):
+        _check(f"line {number} of {directory / 'samples.jsonl'}", line, _LINE)
+    lost, planned = _missing(config, bad, found)
+    if lost:
+        raise ValueError(f"not finished: {lost} of {planned} examples are missing; run it again")
     run = Run(directory.name, directory / "manifest.json", directory / "samples.jsonl", _made(manifest, bad))
     run.setup = config["setup"] | {name: config.get(name) for name in ("checkpoint", "tasks", "text")}
     run.setting = setting_of(run.setup)
@@ -173,17 +183,21 @@ def _run(directory: pathlib.Path) -> _Part:
     return _Part([run], lines)
 
 
-def _planned(config: Mapping[str, Any], bad: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, int]]:
-    """Method, budget, task and index of all examples of a run, or of its shard, but bad ones."""
-    without = {(row["task"], row["index"]) for row in bad}
+def _check(where: str, found: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Refuses fields of another kind, as `kvjax.contract.checks.unlike` finds them."""
+    if wrong := next(filter(None, (unlike(name, found[name], of) for name, of in kinds.items() if name in found)), ""):
+        raise ValueError(f"{where} has {wrong}, which no run writes")
+
+
+def _missing(config: Mapping[str, Any], bad: Sequence[Mapping[str, Any]], found: Iterable[Key]) -> tuple[int, int]:
+    """How many examples of a run, or of its shard, have no line, and of how many; bad ones have none."""
     shard, shards = config.get("shard") or (1, 1)
-    return [
-        (p["method"], p["budget"], task, i)
-        for p in config["policies"]
-        for task, of in config["tasks"].items()
-        for i in range(of["examples"])
-        if i % shards == shard - 1 and (task, i) not in without
-    ]
+    rows = {task: range(shard - 1, of["examples"], shards) for task, of in config["tasks"].items()}
+    asked = {(p["method"], p["budget"]) for p in config["policies"]}
+    without = {(row["task"], row["index"]) for row in bad if row["index"] in rows.get(row["task"], ())}
+    there = {k[:4] for k in found if k[:2] in asked and k[3] in rows.get(k[2], ()) and k[2:4] not in without}
+    planned = len(asked) * (sum(map(len, rows.values())) - len(without))
+    return planned - len(there), planned
 
 
 def setting(model: str, protocol: str, details: Mapping[str, Any]) -> str:
@@ -238,6 +252,9 @@ def _reproduced(directory: pathlib.Path) -> _Part:
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict) or not {"entry", "status", "numbers"} <= set(content):
         raise ValueError(f"{path} is not what experiments/reproduce.py writes")
+    _check(str(path), content, {"entry": str, "status": str, "reduced": list, "numbers": [dict]})
+    for number in content["numbers"]:
+        _check(str(path), number, _PAPER)
     made = _made(read_manifest(directory), ())
     run = Run(directory.name, directory / "manifest.json", lines if lines.is_file() else None, made)
     return _Part([run], papers=[(directory, content)])
@@ -272,7 +289,10 @@ def _lm_eval(file: pathlib.Path) -> _Part:
         of = [content.get(name) or {} for name in ("versions", "n-shot", "task_hashes")]
         place = _described(content, config) | {"run": run, "variant": json.dumps([x.get(task) for x in of])}
         part.runs.append(run)
-        found = [*_scored(task, [] if run.lines is None else _objects(run.lines, *run.lines.read_bytes().splitlines()))]
+        samples = [] if run.lines is None else _objects(run.lines, *run.lines.read_bytes().splitlines())
+        for sample in samples:
+            _check(str(run.lines), sample, {"doc_id": _NUMBER | _TEXT})
+        found = [*_scored(task, samples)]
         part.lines += [place | line for line in found]
         for name, value in () if found else values.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

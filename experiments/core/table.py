@@ -29,15 +29,16 @@ TEXT_METRICS: Final = ("rouge_1", "rouge_2", "rouge_l", "bleu", "meteor")
 _TIMES = ("prefill_seconds", "decode_tokens_per_second")
 _MOST = ("most_live", "slots", "kv_bytes", "kv_bytes_needed", "prefill_peak_bytes", "decode_peak_bytes")
 _MEANS = ("score", "live", "prompt_tokens")
-_NUMERIC = ("nll", "tokens", "depth", "length", *_MEANS, *_MOST, *_TIMES)
+NUMERIC: Final = ("nll", "tokens", "depth", "length", *_MEANS, *_MOST, *_TIMES)
+"""What of a line is a number, if it is there."""
 _NAMES = ("setting", "run", "line", "task", "variant", "method", "budget", "policy", "averaged", "index", "question",
           "context", "metric", "output", "references")  # fmt: skip
 
 
 def lines(found: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """A row a line, each once; policies or tasks of one name that differ are named after their runs."""
-    table = pd.DataFrame(found, columns=[*dict.fromkeys([*_NAMES, *_NUMERIC, *(k for line in found for k in line)])])
-    table[[*_NUMERIC]] = table[[*_NUMERIC]].apply(pd.to_numeric, errors="coerce").astype(float)
+    table = pd.DataFrame(found, columns=[*dict.fromkeys([*_NAMES, *NUMERIC, *(k for line in found for k in line)])])
+    table[[*NUMERIC]] = table[[*NUMERIC]].astype(float)
     for name, within, which in (("method", ["budget"], "policy"), ("task", [], "variant")):
         groups = table.groupby(["setting", name, *within], sort=False)[which]
         several = (groups.transform("nunique") > 1).groupby([table["setting"], table[name]]).transform("any")
