@@ -132,6 +132,7 @@ class Setup:
       tasks: which tasks to run: names, which `--tasks list` prints, or path.py:function of a builder of one's own;
         all five of `TASKS` if not given, and none beside `data`.
       data: rows of one's own: files of JSON lines with context, question and answers, or owner/name:split of the hub.
+      metrics: path.py:function of metrics of one's own that rows of data may name; their code runs.
       text: a file of text in which facts are hidden and whose likelihood is asked for, in place of the project's.
       examples: examples a task, 48 if not given; of data the first rows, all if not given.
       length: tokens of a prompt that a task makes, at most; single_needle also uses shorter ones.
@@ -164,6 +165,7 @@ class Setup:
     model: str = "embedded"
     tasks: tuple[str, ...] | None = None
     data: tuple[str, ...] = ()
+    metrics: tuple[str, ...] | None = None
     text: str | None = None
     examples: int | None = None
     length: int = 1024

@@ -57,7 +57,7 @@ from kvjax.experiments.core.setup import (
 from kvjax.models.packaged import TERMS, accept_license
 from kvjax.models.sources import locate
 
-_OF_OTHERS = "baselines", "baseline_budget", "compress"  # what of a setup no line of a policy depends on
+_OF_OTHERS = "baselines", "baseline_budget", "compress", "metrics"  # what of a setup no line of a policy depends on
 TOGETHER = 32
 """Policies that read prompts together, at most: what they observe is held, and so are their programs."""
 _PICTURES = "score_against_budget.png", "perplexity_against_budget.png"

@@ -165,6 +165,19 @@ def test_a_length_is_for_prompts_that_tasks_make():
     assert Setup(data=("mine.jsonl",), tasks=("needle",), length=512).length == 512
 
 
+def test_code_that_a_row_names_runs_only_if_the_command_line_names_it_too(tmp_path, embedded):
+    ran, metric = tmp_path / "ran", f"{tmp_path}/code.py:always"
+    code = f"import pathlib\npathlib.Path({str(ran)!r}).touch()\ndef always(output, references): return 1.0\n"
+    (tmp_path / "code.py").write_text(code)
+    path = written(tmp_path / "mine.jsonl", {**GOOD, "metric": metric})
+    builder = lambda **options: find_builders(Setup(data=(path,), **options))["mine"]
+    with pytest.raises(BadRow, match=rf"row 1: metric='{metric[:40]}.* give --metrics {metric}"):
+        builder(metrics=("f1",))(task_of(embedded[2]), 0)
+    assert not ran.exists()
+    assert builder(metrics=(metric,))(task_of(embedded[2]), 0).questions[0].score("x") == 1.0
+    assert ran.exists()
+
+
 def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs the package datasets .*kvjax\[data\]"):
@@ -180,7 +193,7 @@ def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
     rows = read("owner/name:test")
     assert (rows.name, len(rows)) == ("name", 2)
     assert rows(task_of(embedded[2]), 0).questions[0].metric == "contains"
-    with pytest.raises(BadRow, match=r"row 2: metric='x.py:f' is code, which a data set may not name"):
+    with pytest.raises(BadRow, match=r"row 2: metric='x.py:f' is code, and runs only if"):
         rows(task_of(embedded[2]), 1)
     with pytest.raises(ValueError, match="owner/name:x cannot be loaded: ZeroDivisionError"):
         read("owner/name:x")

@@ -36,11 +36,14 @@ def find_builders(setup: Setup) -> dict[str, Builder]:
     """What builds the examples of each task and file of a setup, by their names in results.
 
     Raises:
-      ValueError: no such task or file, two of one name, or none at all.
+      ValueError: no such task, file or metric, two of one name, or none at all.
     """
+    for name in setup.metrics or ():
+        metrics.find(name)
     data = [
         read(
             source,
+            metrics=setup.metrics or (),
             max_new_tokens=setup.max_new_tokens,
             truncate=setup.truncate,
             chat=setup.chat,

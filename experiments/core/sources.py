@@ -16,7 +16,7 @@ from kvjax.experiments.core import table
 from kvjax.experiments.core.records import Key, read_bad, read_lines, read_manifest
 
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
-_ASIDE = ("examples", "data", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
+_ASIDE = ("examples", "data", "metrics", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
 
 
 _NUMBER = {range(-(2**63), 2**63), float, type(None)}

@@ -43,7 +43,7 @@ class Rows:
     | `answers` | a right answer, or a list of them |
     | `answer_prefix` | how the answer begins, if the model is to go on from there |
     | `max_new_tokens` | the most tokens of an answer |
-    | `metric` | a name in `metrics.METRICS` or, in a file, path.py:function, whose code then runs; else `contains` |
+    | `metric` | a name in `metrics.METRICS`, or path.py:function if `metrics` has it, too; else `contains` |
     | `stop` | a string that ends an answer, or a list of them |
     | `id` | what the row is called in results; no two rows have the same |
 
@@ -57,6 +57,7 @@ class Rows:
       max_new_tokens: of rows that do not say.
       truncate: what is left out of a context that is too long: its beginning, its middle, or nothing ("none").
       chat: ask within the tokenizer's chat template, in one message of the user.
+      metrics: path.py:function of each whose code rows may name.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Rows:
     max_new_tokens: int = 64
     truncate: Truncate = "none"
     chat: bool = False
+    metrics: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,7 +105,7 @@ class Rows:
             raise BadRow(line, str(e)) from e
 
     def _example(self, task: Task, index: int, row: Mapping[str, Any]) -> Example:
-        (line, given), fields = self.rows[index], _checked(row)
+        line, fields = self.rows[index][0], _checked(row)
         if "id" in fields and (first := self._first_lines[str(fields["id"])]) != line:
             raise ValueError(f"id={fields['id']!r:.60} is that of line {first}; give every row one of its own")
         text, rest = self._texts(fields, task.tokenizer)
@@ -114,10 +116,10 @@ class Rows:
         references, stop = (_texts(name, fields.get(name, [])) for name in ("answers", "stop"))
         metric = fields.get("metric", "contains")
         question = Question(ids, references=references, metric=metric, max_new_tokens=most, stop=stop)
-        if not isinstance(given, bytes) and ".py:" in metric:
+        if ".py:" in metric and metric not in self.metrics:
             raise ValueError(
-                f"metric={metric!r:.60} is code, which a data set may not name; where you trust it, save the rows as "
-                "JSON lines"
+                f"metric={metric!r:.60} is code, and runs only if the command line names it, too; where you trust it, "
+                f"give --metrics {metric}"
             )
         metrics.find(metric)("", references)  # tells references that it cannot take
         named = {"row": str(fields["id"])} if "id" in fields else {}
@@ -184,14 +186,20 @@ class Form(Rows):
 
 
 def read(
-    source: str, *, max_new_tokens: int = 64, truncate: Truncate = "none", chat: bool = False, most: int | None = None
+    source: str,
+    *,
+    max_new_tokens: int = 64,
+    truncate: Truncate = "none",
+    chat: bool = False,
+    metrics: tuple[str, ...] = (),
+    most: int | None = None,
 ) -> Rows:
     """The rows of a source.
 
     Args:
       source: a file of JSON lines; or "owner/name:split" of the hub, or a directory of a data set, as
         `datasets.load_dataset` takes them (extra `data`).
-      max_new_tokens, truncate, chat: see `Rows`.
+      max_new_tokens, truncate, chat, metrics: see `Rows`.
       most: so many rows, the first ones; all if None.
 
     Raises:
@@ -211,7 +219,7 @@ def read(
         raise ValueError(f"--data {source} has no rows")
     if not re.fullmatch(r"[^/@|\s]{1,100}", name):
         raise ValueError(f"--data {source}: {name!r} names the task in results; rename it, without spaces, @ and |")
-    return Rows(name, source, rows[:most], max_new_tokens, truncate, chat)
+    return Rows(name, source, rows[:most], max_new_tokens, truncate, chat, metrics)
 
 
 def _of_file(path: pathlib.Path) -> tuple[tuple[int, bytes], ...]:
