@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.contract.checks import positive
 from kvjax.drivers.compiled import cache_folder
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import LanguageModel
@@ -69,11 +70,15 @@ def convert(file: pathlib.Path, directory: pathlib.Path, *, dtype: str = "float3
     """
     keys, tensors = _read(file)
     try:
-        config = _config(keys, tensors)
+        try:
+            config = _config(keys, tensors)
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
+            raise ValueError(f"its metadata is damaged ({e!r}); convert the model again with llama.cpp") from e
         named = _named(keys["general.architecture"], config, tensors)
         raw = to_hugging_face(config, dtype=dtype) | {"pad_token_id": keys.get("tokenizer.ggml.padding_token_id")}
         ends = {k: x for k, x in raw.items() if k.endswith("_token_id")}
-        if beyond := {k: x for k, x in ends.items() for i in np.ravel(x) if i is not None and i >= config.vocab_size}:
+        ids = {None, *range(config.vocab_size)}
+        if beyond := {k: x for k, x in ends.items() if not {*np.ravel(x).tolist()} <= ids}:
             raise ValueError(
                 f"{beyond} lie beyond the {config.vocab_size} rows of the embedding; convert the model again"
             )
@@ -96,8 +101,12 @@ def _parts(file: pathlib.Path) -> list[pathlib.Path]:
         raise ValueError(f"{file} is no file; give the path of a GGUF file")
     split = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", file.name)
     names = [f"{split[1]}-{i + 1:05}-of-{split[2]}.gguf" for i in range(int(split[2]))] if split else [file.name]
-    if missing := [name for name in names if not file.with_name(name).is_file()]:
-        raise ValueError(f"{file} is one of {len(names)} parts, of which {missing} are missing; put them beside it")
+    there = {path.name for path in file.parent.iterdir()}
+    if missing := [name for name in names if name not in there]:
+        shown = f"{missing[:4]}{' and others' if len(missing) > 4 else ''}"
+        raise ValueError(
+            f"{file} is one of {len(names)} parts, of which {len(missing)} are missing, {shown}; put them beside it"
+        )
     return [file.with_name(name) for name in names]
 
 
@@ -128,7 +137,9 @@ def _read(file: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"{part} is big-endian; convert it first with `gguf-convert-endian {part} little`")
         keys, tensors = found | keys, tensors | {tensor.name: tensor for tensor in reader.tensors}
     if (count := keys.get("split.count") or 1) != len(parts):
-        raise ValueError(f"{file} is one of {count} parts; give all their names NAME-00001-of-{count:05}.gguf back")
+        raise ValueError(
+            f"{file} is one of {count} parts; give all their names NAME-00001-of-{str(count).zfill(5)}.gguf back"
+        )
     return keys, tensors
 
 
@@ -147,7 +158,12 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
         raise ValueError(f"{missing or 'token_embd.weight'} is missing; convert the model again with llama.cpp")
     get = left.pop
     raw: dict[str, Any] = {name: get(key) for name, key in _SIZES.items()}
+    sizes = {key: raw[name] for name, key in _SIZES.items() if name != "rms_norm_eps"}
+    if wrong := [f"{own}.{key}={x!r}" for key, x in sizes.items() if not isinstance(x, int) or x < 1]:
+        raise ValueError(f"{wrong} must be whole numbers of at least 1; convert the model again with llama.cpp")
     width, heads, layers = raw["hidden_size"], raw["num_attention_heads"], raw["num_hidden_layers"]
+    if layers > len(tensors):
+        raise ValueError(f"{own}.block_count={layers}, but there are {len(tensors)} tensors; convert the model again")
     head_dim = get("attention.key_length", None) or width // heads
     turning = get("rope.dimension_count", head_dim)
     tokens, template = keys.get("tokenizer.ggml.tokens", []), keys.get("tokenizer.chat_template", "")
@@ -209,7 +225,7 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
         return raw | rope.to_hugging_face()
     if kind == "yarn":
         betas = {beta: get(f"rope.scaling.yarn_{beta}", None) for beta in ("beta_fast", "beta_slow")}
-        section |= {**betas, "attention_factor": (attention or 1.0) * (1 + 0.1 * math.log(factor))}
+        section |= {**betas, "attention_factor": (attention or 1.0) * (1 + 0.1 * math.log(positive("factor", factor)))}
     elif attention not in (None, 1.0):
         raise ValueError(f"rope.scaling.attn_factor={attention} is supported for yarn and phi3 alone")
     elif kind not in ("none", "linear"):

@@ -49,9 +49,12 @@ def write_tokenizer(directory: pathlib.Path, keys: Mapping[str, Any], vocab_size
     ids = {name: own.get(f"{long}_token_id", vocab_size) for name, long in longer.items()}
     special = {name: tokens[i] for name, i in ids.items() if i < vocab_size}
     made, first = (_by_bytes if kind == "gpt2" else _by_pieces)(own, tokens, types, special.get("unk", tokens[0]))
-    for token, known in zip(tokens, types, strict=True):
-        if known in (_CONTROL, _USER) and made.token_to_id(token) is not None:
-            made.add_tokens([AddedToken(token, normalized=False, special=known == _CONTROL)])
+    added = [
+        AddedToken(token, normalized=False, special=known == _CONTROL)
+        for token, known in zip(tokens, types, strict=True)
+        if known in (_CONTROL, _USER) and made.token_to_id(token) is not None
+    ]
+    made.add_tokens(added)
     before = [special["bos"]] if own.get("add_bos_token", first) and "bos" in special else []
     after = [special["eos"]] if own.get("add_eos_token", False) and "eos" in special else []
     ends = [(token, made.token_to_id(token)) for token in {*before, *after}]

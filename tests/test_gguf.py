@@ -193,6 +193,19 @@ BAD = {
         r"architecture 'jamba' is not supported; supported are \('llama', 'qwen2'",
     ),
     "keys": ({"more": {"llama.block_count": None}}, None, r"\['llama.block_count'\] is missing; convert"),
+    "heads": (
+        {"more": {"llama.attention.head_count": 0, "llama.attention.key_length": None}},
+        None,
+        r"\['llama.attention.head_count=0'\] must be whole numbers of at least 1; convert",
+    ),
+    "width": ({"more": {"llama.embedding_length": 0}}, None, r"\['llama.embedding_length=0'\] must be whole numbers"),
+    "many layers": ({"more": {"llama.block_count": 10**6}}, None, r"block_count=1000000, but there are \d+ tensors;"),
+    "key length": ({"more": {"llama.attention.key_length": "x"}}, None, "its metadata is damaged .*; convert"),
+    "factor": (
+        {"more": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -1.0}},
+        None,
+        "factor=-1.0 must be a positive number",
+    ),
     "layers": ({"more": {"llama.block_count": 5}}, None, r"tensors \['blk.4.attn_k.weight .* are missing"),
     "experts": ({"more": {"llama.expert_count": 8}}, None, r"\['llama.expert_count=8'\] is not supported; load the"),
     "rope": ({"more": {"llama.rope.scaling.type": "new"}}, None, "rope.scaling.type 'new' .* supported are .'none'"),
@@ -213,6 +226,8 @@ BAD = {
     ),
     "template": ({"more": {"tokenizer.chat_template": 3}}, None, "tokenizer.chat_template=3 is no text"),
     "end": ({"more": {"tokenizer.ggml.eos_token_id": 5000}}, None, "'eos_token_id': .*5000.* lie beyond the 389 rows"),
+    "pad": ({"more": {"tokenizer.ggml.padding_token_id": "x"}}, None, "'pad_token_id': 'x'.* lie beyond the 389 rows"),
+    "count": ({"more": {"split.count": ["a"]}}, None, r"is one of \['a'\] parts; give all their names"),
     "rows": ({"more": {"llama.vocab_size": 390}}, None, r"llama.vocab_size=390'\] is not supported"),
     "adapter": ({"more": {"general.type": "adapter"}}, None, "it is a adapter, not a model"),
     "tensor": ({"tables": {"blk.0.extra.weight": np.ones(3)}}, None, r"and \['blk.0.extra.weight \(3,\)'\] not known"),
@@ -233,8 +248,13 @@ def test_what_cannot_be_read_is_refused(tmp_path, cache, name):
 
 def test_a_part_alone_is_refused_and_the_package_is_named(tmp_path, monkeypatch):
     part = write(tmp_path / "model-00002-of-00002.gguf", EMBEDDED)
-    with pytest.raises(ValueError, match=r"one of 2 parts, of which \['model-00001-of-00002.gguf'\] are missing"):
+    with pytest.raises(ValueError, match=r"one of 2 parts, of which 1 are missing, \['model-00001-of-00002.gguf'\];"):
         models.load(part)
+    with pytest.raises(
+        ValueError, match=r"one of 99999 parts, of which 99998 are missing, .* and others; put"
+    ) as error:
+        models.load(write(tmp_path / "model-00001-of-99999.gguf", EMBEDDED))
+    assert len(str(error.value)) < 500
     with pytest.raises(ValueError, match=r"none.gguf is no file; give the path of a GGUF file"):
         models.load(tmp_path / "none.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
