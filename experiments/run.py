@@ -377,7 +377,7 @@ def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
     numbers = report.write([directory], directory, f"python {shlex.join(command[1:])}").to_dict("records")
     picture = next((path for path in map(directory.joinpath, _PICTURES) if path.exists()), None)
     files = {**({} if picture is None else {"picture": picture}), **files}
-    return screen(numbers, page.AVERAGE, files, page.whole(numbers))
+    return screen(numbers, page.AVERAGE, files, page.whole(numbers), page.kept_whole(numbers))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -285,11 +285,17 @@ def test_impossible_words_cost_their_own_directory_alone(tmp_path, capsys):
 
 @pytest.mark.usefixtures("undrawn")
 def test_prompts_that_were_kept_whole_are_named(tmp_path):
-    found = sources.read([make_run(tmp_path / "run", ["window"], ("1.5", "0.5", "T=1"), tasks=("mine",), rows=2)])
+    run = make_run(tmp_path / "run", ["window"], ("1.5", "0.5", "T=1"), tasks=("mine",), rows=2)
+    found = sources.read([run])
+    report.write([run], tmp_path / "page", "")
     (view,) = page.views(table.numbers(found.lines), found)
     assert page.whole(view.numbers).startswith(
         "Prompts of which every token was kept, as with the full cache: window at 1.5 (2 of 2). "
     )
+    for name in ("report.md", "report.html"):  # in its own row
+        (row,) = [x for x in (tmp_path / "page" / name).read_text().splitlines() if "100.0 % (2 of 2 prompts kept" in x]
+        assert "window" in row
+        assert "1.5" in row
 
 
 @pytest.mark.usefixtures("undrawn")

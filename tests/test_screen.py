@@ -34,6 +34,8 @@ def test_what_does_not_fit_is_counted_and_perplexity_is_better_below():
     assert len(lines) == 1 + 12 + 1 + 3 - 1
     assert lines[13] == "... 2 more rows in the page"
     assert lines[15] == "Best by text: m at 0 (1.00); worst: m at 13 (14.00)."
+    kept = screen([number("m", "0.5", "text", 0.5)], "average", {}, kept={("m", "0.5"): "2 of 2"})
+    assert kept.splitlines()[1].endswith("50.0 % (2 of 2 prompts kept whole)")
     alone = screen([number("full", "1.0", "key_value", 0.5)], "average", {}, "Kept whole: none.")
     assert alone == (
         "method  budget  key value, %       KV bytes\nfull    1.0     50.0 [25.0, 50.0]  50.0 %\n\nKept whole: none.\n"

@@ -76,15 +76,20 @@ class View:
         return f"The average is over {words(found['parts'])}{by}."
 
 
-def whole(numbers: Sequence[Mapping[Any, Any]]) -> str:
-    """Which budgets are none for some prompts, so that scores under them are the full cache's."""
+def kept_whole(numbers: Sequence[Mapping[Any, Any]]) -> dict[tuple[str, str], str]:
+    """Of how many prompts every token was kept, such as "2 of 8", by method and budget, where that is any."""
     counts: dict[tuple[str, str], list[int]] = {}
     for c in numbers:
         known = c.get("kept_whole") is not None and c["kept_whole"] == c["kept_whole"]
         if known and c["task"] != AVERAGE and has_budget(c["budget"]) and not is_full(c["method"]):
             kept, of = counts.setdefault((c["method"], c["budget"]), [0, 0])
             counts[c["method"], c["budget"]] = [kept + int(c["kept_whole"]), of + c["n"]]
-    named = [f"{m} at {b} ({kept} of {of})" for (m, b), (kept, of) in counts.items() if kept]
+    return {name: f"{kept} of {of}" for name, (kept, of) in counts.items() if kept}
+
+
+def whole(numbers: Sequence[Mapping[Any, Any]]) -> str:
+    """Which budgets are none for some prompts, so that scores under them are the full cache's."""
+    named = [f"{m} at {b} ({kept})" for (m, b), kept in kept_whole(numbers).items()]
     if not named:
         return ""
     return (
@@ -164,6 +169,12 @@ def difference(c: Number) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in found))
 
 
+def live(c: Number, kept: Mapping[tuple[str, str], str]) -> str:
+    """Live tokens as a share of the prompt, and how many prompts were kept whole, of `kept_whole`."""
+    said = kept.get((c["method"], c["budget"]))
+    return percent(c, "live") + (f" ({said} prompts kept whole)" if said else "")
+
+
 def percent(c: Number, name: str) -> str:
     """A measure in percent with its interval, as far as they are known."""
     if c.get(name) is None:
@@ -232,7 +243,7 @@ def html(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent), autoescape=True, trim_blocks=True,
         undefined=jinja2.StrictUndefined, lstrip_blocks=True,
     )  # fmt: skip
-    filters = (value, interval, difference, percent, timed, size, probability, budget, method)
+    filters = (value, interval, difference, live, percent, timed, size, probability, budget, method)
     environment.filters |= {f.__name__: f for f in filters} | {"words": words}
     count = sum(len(view.numbers) for view in shown)
     fitting = max(0, min(most, _SAMPLE_BYTES // (300 * max(count, 1))))
@@ -249,6 +260,7 @@ def html(
         runs={run.name: run for run in found.runs}, papers=[*map(_paper, found.papers)], policy=policies, where=where,
         samples=samples, key=lambda c: tuple(c[k] for k in NUMBER), link=lambda path: link(path, output),
         verdicts=_VERDICTS, costs=COSTS, alike=table.ALIKE, average=AVERAGE, is_full=is_full, whole=whole,
+        kept_whole=kept_whole,
     )  # fmt: skip
 
 

@@ -41,10 +41,10 @@ def text(shown: Sequence[page.View], found: Found, output: pathlib.Path, command
 
 
 def _scores(view: page.View) -> list[str]:
-    rows = []
+    rows, kept = [], page.kept_whole(view.numbers)
     for name, at, of in view.lines:
         first = next(iter(of.values()))
-        shares = [page.percent(first, "live"), page.percent(first, "kv_of_full")]
+        shares = [page.live(first, kept), page.percent(first, "kv_of_full")]
         rows.append([markdown.escaped(name), markdown.escaped(at), *(_cell(of.get(t)) for t in view.tasks), *shares])
     titles = [markdown.escaped(page.words(t)) for t in view.tasks]
     return markdown.table(["method", "budget", *titles, "live of prompt", "KV of full"], rows)

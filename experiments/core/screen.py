@@ -1,6 +1,7 @@
 """What the main job says at its end: one table of all methods, the best and the worst, and where the rest is."""
 
 import pathlib
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -11,7 +12,13 @@ Number = Mapping[Any, Any]
 """A row of `table.numbers`: method, budget, task, kind, value, low, high and kv_of_full."""
 
 
-def screen(numbers: Sequence[Number], average: str, files: Mapping[str, pathlib.Path], note: str = "") -> str:
+def screen(
+    numbers: Sequence[Number],
+    average: str,
+    files: Mapping[str, pathlib.Path],
+    note: str = "",
+    kept: Mapping[tuple[str, str], str] = types.MappingProxyType({}),
+) -> str:
     """The lines that fit on a screen.
 
     Args:
@@ -19,6 +26,7 @@ def screen(numbers: Sequence[Number], average: str, files: Mapping[str, pathlib.
       average: the task that stands for the mean over tasks, where there are several.
       files: what there is to look at, by what it is.
       note: what else is to be known of the numbers.
+      kept: of how many prompts every token was kept, by method and budget.
     """
     width = max(map(len, files), default=0) + 1
     where = [f"{f'{name}:':{width}} {path}" for name, path in files.items()]
@@ -37,6 +45,7 @@ def screen(numbers: Sequence[Number], average: str, files: Mapping[str, pathlib.
     for (method, budget), found in by_run.items():
         share = next(iter(found.values()))["kv_of_full"]
         size = "" if share != share else f"{100 * share:.1f} %"
+        size += f" ({kept[method, budget]} prompts kept whole)" if (method, budget) in kept else ""
         rows.append([method, budget, *(_cell(found.get(task)) for task in shown), size])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
