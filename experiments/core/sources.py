@@ -11,19 +11,18 @@ from typing import Any
 import pandas as pd
 
 from kvjax.configs.experiment import Setup
-from kvjax.contract.checks import unlike
 from kvjax.experiments.core import table
 from kvjax.experiments.core.records import Key, read_bad, read_lines, read_manifest
+from kvjax.pallas_kernels.kinds import kind_of
 
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
 _ASIDE = ("examples", "data", "metrics", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
 
 
-_NUMBER = {range(-(2**63), 2**63), float, type(None)}
-_TEXT = {str, type(None)}
+_NUMBER, _TEXT = float | None, str | None
 _LINE = dict.fromkeys(table.NUMERIC, _NUMBER) | dict.fromkeys(("context", "metric", "output"), _TEXT)
 _PAPER = dict.fromkeys(("ours", "low", "high", "theirs"), _NUMBER) | {"method": str, "column": str}
-_PAPER |= {"budget": _NUMBER | _TEXT}
+_PAPER |= {"budget": float | str | None}
 
 
 @dataclasses.dataclass
@@ -183,10 +182,12 @@ def _run(directory: pathlib.Path) -> _Part:
     return _Part([run], lines)
 
 
-def _check(where: str, found: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Refuses fields of another kind, as `kvjax.contract.checks.unlike` finds them."""
-    if wrong := next(filter(None, (unlike(name, found[name], of) for name, of in kinds.items() if name in found)), ""):
-        raise ValueError(f"{where} has {wrong}, which no run writes")
+def _check(where: str, found: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
+    """Refuses fields that are not what their annotations say."""
+    for name, hint in hints.items():
+        kind = kind_of(hint)
+        if name in found and kind is not None and not kind.holds(found[name]):
+            raise ValueError(f"{where} has {name}={found[name]!r:.60}, which no run writes; it must be {kind.words}")
 
 
 def _missing(config: Mapping[str, Any], bad: Sequence[Mapping[str, Any]], found: Iterable[Key]) -> tuple[int, int]:
@@ -252,7 +253,7 @@ def _reproduced(directory: pathlib.Path) -> _Part:
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict) or not {"entry", "status", "numbers"} <= set(content):
         raise ValueError(f"{path} is not what experiments/reproduce.py writes")
-    _check(str(path), content, {"entry": str, "status": str, "reduced": list, "numbers": [dict]})
+    _check(str(path), content, {"entry": str, "status": str, "reduced": list, "numbers": Sequence[dict]})
     for number in content["numbers"]:
         _check(str(path), number, _PAPER)
     made = _made(read_manifest(directory), ())
@@ -291,7 +292,7 @@ def _lm_eval(file: pathlib.Path) -> _Part:
         part.runs.append(run)
         samples = [] if run.lines is None else _objects(run.lines, *run.lines.read_bytes().splitlines())
         for sample in samples:
-            _check(str(run.lines), sample, {"doc_id": _NUMBER | _TEXT})
+            _check(str(run.lines), sample, {"doc_id": float | str | None})
         found = [*_scored(task, samples)]
         part.lines += [place | line for line in found]
         for name, value in () if found else values.items():

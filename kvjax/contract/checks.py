@@ -42,26 +42,3 @@ def one_of(name: str, x: Any, *choices: str) -> None:
     """Refuses what is none of the names in `choices`."""
     if not isinstance(x, str) or x not in choices:
         raise ValueError(f"{name}={x!r} is not one of {choices}")
-
-
-def unlike(name: str, x: Any, like: Any) -> str:
-    """Says what of JSON that was read is not as it was written; "" where all of it is.
-
-    Args:
-      name: what `x` is called.
-      x: what was read.
-      like: what it must be: a type; a range of whole numbers; a set of several that it may be one of; a list of one,
-        for any number of these; a tuple, for a list of as many; a dict, for an object of these names.
-    """
-    inner: list[tuple[str, Any, Any]] = []
-    if isinstance(like, set):
-        return min(unlike(name, x, one) for one in like)
-    if isinstance(like, list) and isinstance(x, list):
-        inner = [(f"{name}[{i}]", of, like[0]) for i, of in enumerate(x)]
-    elif isinstance(like, tuple) and isinstance(x, list) and len(x) == len(like):
-        inner = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(x, like, strict=True))]
-    elif isinstance(like, dict) and isinstance(x, dict) and x.keys() == like.keys():
-        inner = [(f"{name}.{key}", x[key], of) for key, of in like.items()]
-    elif not (type(x) is int and x in like if isinstance(like, range) else isinstance(like, type) and type(x) is like):
-        return f"{name}={x!r:.60}"
-    return next(filter(None, (unlike(*each) for each in inner)), "")

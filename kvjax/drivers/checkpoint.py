@@ -3,6 +3,7 @@
 A file holds arrays and words about them (safetensors), and no code: a policy is given again when it is loaded.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -13,6 +14,7 @@ import pathlib
 import re
 import tempfile
 import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,23 +24,32 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from kvjax.contract import MOST, Policy
-from kvjax.contract.checks import unlike
+from kvjax.contract import Policy, Size
 from kvjax.drivers.checks import check_model
 from kvjax.drivers.memory import read_shapes
 from kvjax.drivers.state import State
+from kvjax.pallas_kernels.kinds import Amount, check_fields
 from kvjax.plan import infos_of, planned
 
 _Path = str | os.PathLike[str]
-_SAVED = {
-    "policy": str,
-    "model": str,
-    "lengths": [range(1, MOST)],
-    "sizes": (range(1, MOST), range(MOST)),
-    "capacities": [range(MOST)],
-    "steady": bool,
-    "notes": {dict, type(None)},
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """What a file says of a state."""
+
+    policy: str
+    model: str
+    lengths: tuple[Size, ...]
+    sizes: tuple[Size, Amount]
+    capacities: tuple[Amount, ...]
+    notes: Mapping[str, Any] | None
+    steady: bool = True
+
+    def __post_init__(self):
+        check_fields(self)
+        if not 0 < max(self.lengths, default=0) <= self.sizes[0]:
+            raise ValueError(f"lengths={self.lengths}, but sizes={self.sizes}")
 
 
 def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, policy: Policy) -> None:
@@ -95,22 +106,21 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
 def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> tuple[State, Any]:
     """Reads the state and the notes that `write_state` wrote."""
     check_model(model, params)
-    words, arrays = _read(path)
-    check_words(path, words, _SAVED)
-    if words["policy"] != (here := described(policy)):
+    found, arrays = _read(path)
+    with words_of(path):
+        words = _Words(**found)
+    if words.policy != (here := described(policy)):
         raise ValueError(
-            f"{path} was made under another policy, {_differing(words['policy'], here)}; give the same policy"
+            f"{path} was made under another policy, {_differing(words.policy, here)}; give the same policy"
         )
-    if (there := len(words["capacities"])) != model.config.num_layers:
+    if (there := len(words.capacities)) != model.config.num_layers:
         raise ValueError(
             f"{path} holds a state of {there} layers, but the model has {model.config.num_layers}; give the model that "
             "read the prompt"
         )
-    lengths, config = np.asarray(words["lengths"], np.int32), model.config
-    if not 0 < lengths.max(initial=0) <= words["sizes"][0]:
-        raise ValueError(f"{path} says lengths={words['lengths']}, but sizes={words['sizes']}; save it anew")
-    plan, hparams = planned(policy, infos_of(config, policy, *words["sizes"]), lengths)
-    plan = dataclasses.replace(plan, capacities=tuple(words["capacities"]))
+    lengths, config = np.asarray(words.lengths, np.int32), model.config
+    plan, hparams = planned(policy, infos_of(config, policy, *words.sizes), lengths)
+    plan = dataclasses.replace(plan, capacities=words.capacities)
     leaves, tree = jax.tree.flatten(read_shapes(config, policy, plan, hparams, lengths)[0])
     wanted = {f"{i:05}": jax.eval_shape(_plain, x) for i, x in enumerate(leaves)}
     here, there = ({(name, x.shape, x.dtype) for name, x in each.items()} for each in (wanted, arrays))
@@ -119,19 +129,22 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
             f"{path} holds the state of another model or version: of its {len(there)} arrays, {len(there - here)} do "
             f"not fit the {len(here)} of this model; give the model that read the prompt"
         )
-    if words["model"] != _fingerprint(model, params):
+    if words.model != _fingerprint(model, params):
         raise ValueError(f"{path} holds the state of another model; give the model and parameters that read the prompt")
     wrap = lambda name, like: jax.random.wrap_key_data(arrays[name]) if _is_key(like) else arrays[name]
     state = tree.unflatten(map(wrap, wanted, leaves))
-    if (read := state.prompt_length.tolist()) != words["lengths"]:
-        raise ValueError(f"{path} says lengths={words['lengths']}, but its prompts have {read} tokens; save it anew")
-    return dataclasses.replace(state, steady=words["steady"]), words["notes"]
+    if (read := tuple(state.prompt_length.tolist())) != words.lengths:
+        raise ValueError(f"{path} says lengths={words.lengths}, but its prompts have {read} tokens; save it anew")
+    return dataclasses.replace(state, steady=words.steady), words.notes
 
 
-def check_words(path: _Path, words: Any, like: Any) -> None:
-    """Refuses words of a file that are not `like` what was written (`kvjax.contract.checks.unlike`)."""
-    if wrong := unlike("words", words, like):
-        raise ValueError(f"{path} says {wrong}, as no file of kvjax does; save it anew")
+@contextlib.contextmanager
+def words_of(path: _Path) -> Iterator[None]:
+    """Names the file in what its words raise."""
+    try:
+        yield
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{path} holds words that no file of kvjax has ({e}); save it anew") from e
 
 
 def _differing(there: str, here: str) -> str:
@@ -196,7 +209,14 @@ def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
         json.dumps(words), *(arrays[n] for n in sorted(arrays))
     ):
         raise ValueError(f"{path} {damaged.format('it is not what was written')}")
-    return words, arrays
+    return {name: _fixed(x) for name, x in words.items()}, arrays
+
+
+def _fixed(x: Any) -> Any:
+    """JSON with tuples in place of lists."""
+    if isinstance(x, dict):
+        return {name: _fixed(each) for name, each in x.items()}
+    return tuple(map(_fixed, x)) if isinstance(x, list) else x
 
 
 def _write(path: _Path, arrays: dict[str, Any], words: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import MOST, Policy, Size
+from kvjax.contract import Policy, Size
 from kvjax.drivers.buckets import bucket
-from kvjax.drivers.checkpoint import check_words, described, read_state, write_state
-from kvjax.drivers.checks import check_model, check_prompts, check_request
+from kvjax.drivers.checkpoint import described, read_state, words_of, write_state
+from kvjax.drivers.checks import check_ids, check_model, check_prompts, check_request
 from kvjax.drivers.compiled import keep_compiled
 from kvjax.drivers.dialogue import Dialogue, check_context
 from kvjax.drivers.generation import given_tokens
@@ -31,8 +31,26 @@ from kvjax.drivers.state import State, checked_key, row_keys
 from kvjax.drivers.steps import read_prompts
 from kvjax.drivers.stream import Stream, stop_strings
 from kvjax.drivers.text import TextPieces, check_tokenizer, is_chat
+from kvjax.pallas_kernels.kinds import Amount, Range, check_fields
 
 _Context = str | Sequence[Mapping[str, Any]]
+_Ids = tuple[Amount, ...]
+_Word = Annotated[int, Range(0, 2**32 - 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Notes:
+    """What a file says of a session."""
+
+    dialogues: tuple[tuple[Any, tuple[tuple[str, str], ...], _Ids, _Ids], ...]
+    options: Mapping[str, Any]
+    key: tuple[_Word, _Word] | None
+    made_with: Mapping[str, str]
+
+    def __post_init__(self):
+        check_fields(self)
+        for context, *_ in self.dialogues:
+            check_context(context)
 
 
 class Session:
@@ -292,30 +310,19 @@ class Session:
         state, notes = read_state(path, model, params, policy)
         if notes is None:
             raise ValueError(f"{path} is a state without texts; use kvjax.load_state")
-        ids, many, one = [range(model.config.vocab_size)], range(1, MOST), {range(1, MOST), type(None)}
-        options = {"max_new_tokens": many, "max_question_tokens": many, "max_turns": many, "eos_ids": ids}
-        like = {
-            "dialogues": [({str, list}, [(str, str)], ids, ids)],
-            "options": options | {"stop": [str], "block": one, "buckets": bool},
-            "key": {type(None), (range(2**32),) * 2},
-            "made_with": {"tokenizer": str, "sampler": str},
-        }
-        check_words(path, notes, like)
-        key = notes["key"] and jax.random.wrap_key_data(jnp.asarray(notes["key"], jnp.uint32), impl="threefry2x32")
-        try:
-            session = cls(model, params, tokenizer, policy=policy, sampler=sampler, key=key, **notes["options"])
-            for context, *_ in notes["dialogues"]:
-                check_context(context)
-        except ValueError as e:
-            raise ValueError(f"{path}: {e}") from e
-        here, there = session._made_with(), notes["made_with"]
-        if wrong := [name for name in there if here[name] != there[name]]:
+        with words_of(path):
+            said = _Notes(**notes)
+            key = said.key and jax.random.wrap_key_data(jnp.asarray(said.key, jnp.uint32), impl="threefry2x32")
+            how: dict[str, Any] = {"policy": policy, "sampler": sampler, "key": key}
+            session = cls(model, params, tokenizer, **how, **said.options)
+            dialogues = [Dialogue(tokenizer, *each) for each in said.dialogues]
+            check_ids(model, [i for d in dialogues for i in (*d.ids, *d.unread)])
+            told = {**said.options, "tokens": [len(d.ids) for d in dialogues]}
+            for name, x in {**session._options, "tokens": state.length.tolist()}.items():
+                if told.get(name) != x:
+                    raise ValueError(f"{name}={told.get(name)!r} in place of {x!r}")
+        if wrong := [name for name, here in session._made_with().items() if said.made_with.get(name) != here]:
             raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
-        dialogues = [
-            Dialogue(tokenizer, c, tuple(map(tuple, t)), tuple(i), tuple(u)) for c, t, i, u in notes["dialogues"]
-        ]
-        if (told := [len(d.ids) for d in dialogues]) != (read := state.length.tolist()):
-            raise ValueError(f"{path} has dialogues of {told} tokens, but its cache has read {read}; save it anew")
         session._state, session._dialogues, session._policy_params = state, tuple(dialogues), state.params or None
         return session
 
