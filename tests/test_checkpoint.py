@@ -164,7 +164,7 @@ def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
         load(policy=methods.h2o(9))
     with pytest.raises(ValueError, match="policy=None must be a Policy"):
         load(policy=None)
-    with pytest.raises(ValueError, match="state is a Evict, not a State"):
+    with pytest.raises(ValueError, match=r"state=Evict.* must be a State"):
         checkpoint.save_state(tmp_path / "new", *shallow, methods.h2o(8), policy=methods.h2o(8))
     with pytest.raises(ValueError, match=r"the state was read under another policy than this .*; give that"):
         checkpoint.save_state(tmp_path / "new", *shallow, state, policy=methods.tova(8))

@@ -64,10 +64,6 @@ class VotingRows:
 
     rows: Size
 
-    def __post_init__(self):
-        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
-            raise ValueError(f"rows={self.rows!r}: at least one row must vote; give a whole number from 1")
-
     def __call__(self, inputs: AttentionInputs) -> Voters:
         kv, pos = inputs.kv, inputs.pos[:, -self.rows :]
         if kv.how.positions != "original":
