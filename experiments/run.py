@@ -82,8 +82,7 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
         parser.add_argument(
             "--policy",
             metavar="FILE.py:make",
-            help="in place of a config: make(budget) returns a policy, or one and its learned parameters, for each "
-            "--budget",
+            help="in place of a config: make(budget) gives a policy, or one and its parameters, for each --budget",
         )
         parser.add_argument("--shard", type=_shard, metavar="I/N", help="run every N-th example, from the I-th on")
         parser.add_argument(

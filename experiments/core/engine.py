@@ -571,8 +571,7 @@ class Engine:
     def _line(self, row: Prompt, i: int, given: Tokens, ids: np.ndarray, logp: np.ndarray, live: np.ndarray) -> Line:
         """The score of an answer, or the likelihood of a continuation."""
         if not np.isfinite(logp).all() or ids.min(initial=0) < 0:
-            name = f"{row.example.task} {row.example.index}, question {i}"
-            raise ValueError(f"{name}: the logits are not numbers; the model's are not, or its dtype is too small")
+            raise ValueError(f"logits of {row.example.task} {row.example.index} are not numbers; try a wider --dtype")
         question, answer = row.example.questions[i], ids[len(given) :].tolist()
         stopped = lambda count: any(s in self.tokenizer.decode(answer[:count]) for s in question.stop)
         if question.stop and stopped(len(answer)):  # with the token that completes its first stop string

@@ -271,9 +271,8 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         if not isinstance(manifest["config"], dict):
             raise TypeError("its config is no object")
-        if not isinstance(manifest["config"].get("ids", {}), dict) or not isinstance(
-            manifest.get("taken_over", []), list
-        ):
+        ids, taken = manifest["config"].get("ids", {}), manifest.get("taken_over", [])
+        if not isinstance(ids, dict) or not isinstance(taken, list):
             raise TypeError("its ids are no object, or what was taken over is no list")
         made = manifest.get("made")
     except (ValueError, TypeError, KeyError, RecursionError) as e:

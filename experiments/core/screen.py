@@ -1,7 +1,6 @@
 """What the main job says at its end: one table of all methods, the best and the worst, and where the rest is."""
 
 import pathlib
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,11 +12,7 @@ Number = Mapping[Any, Any]
 
 
 def screen(
-    numbers: Sequence[Number],
-    average: str,
-    files: Mapping[str, pathlib.Path],
-    note: str = "",
-    kept: Mapping[tuple[str, str], str] = types.MappingProxyType({}),
+    numbers: Sequence[Number], average: str, files: Mapping[str, pathlib.Path], note: str = "", kept: Any = ()
 ) -> str:
     """The lines that fit on a screen.
 
@@ -26,7 +21,7 @@ def screen(
       average: the task that stands for the mean over tasks, where there are several.
       files: what there is to look at, by what it is.
       note: what else is to be known of the numbers.
-      kept: of how many prompts every token was kept, by method and budget.
+      kept: a dict that says of how many prompts every token was kept, by method and budget.
     """
     width = max(map(len, files), default=0) + 1
     where = [f"{f'{name}:':{width}} {path}" for name, path in files.items()]

@@ -21,8 +21,8 @@ _ASIDE = ("examples", "data", "metrics", "baselines", "baseline_budget", "task_b
 
 _NUMBER, _TEXT = float | None, str | None
 _LINE = dict.fromkeys(table.NUMERIC, _NUMBER) | dict.fromkeys(("context", "metric", "output"), _TEXT)
-_PAPER = dict.fromkeys(("ours", "low", "high", "theirs"), _NUMBER) | {"method": str, "column": str}
-_PAPER |= {"budget": float | str | None}
+_PAPER = dict.fromkeys(("ours", "low", "high", "theirs"), _NUMBER) | dict.fromkeys(("method", "column"), str)
+_PAPER |= {"budget": float | _TEXT}
 
 
 @dataclasses.dataclass

@@ -185,22 +185,14 @@ class Form(Rows):
             raise ValueError(str(e).removeprefix(f"{self.form}: ").removeprefix(f"row {index}: ")) from e
 
 
-def read(
-    source: str,
-    *,
-    max_new_tokens: int = 64,
-    truncate: Truncate = "none",
-    chat: bool = False,
-    metrics: tuple[str, ...] = (),
-    most: int | None = None,
-) -> Rows:
+def read(source: str, *, most: int | None = None, **how: Any) -> Rows:
     """The rows of a source.
 
     Args:
       source: a file of JSON lines; or "owner/name:split" of the hub, or a directory of a data set, as
         `datasets.load_dataset` takes them (extra `data`).
-      max_new_tokens, truncate, chat, metrics: see `Rows`.
       most: so many rows, the first ones; all if None.
+      **how: `max_new_tokens`, `truncate`, `chat` and `metrics`, as of `Rows`.
 
     Raises:
       ValueError: neither a file nor a data set, one without rows, or `datasets` that is missing or fails.
@@ -219,7 +211,7 @@ def read(
         raise ValueError(f"--data {source} has no rows")
     if not re.fullmatch(r"[^/@|\s]{1,100}", name):
         raise ValueError(f"--data {source}: {name!r} names the task in results; rename it, without spaces, @ and |")
-    return Rows(name, source, rows[:most], max_new_tokens, truncate, chat, metrics)
+    return Rows(name, source, rows[:most], **how)
 
 
 def _of_file(path: pathlib.Path) -> tuple[tuple[int, bytes], ...]:
