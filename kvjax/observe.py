@@ -6,7 +6,7 @@ They return arrays, or `Columns`: a statistic of the attention matrix that the k
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.budgets import known
 from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, value
+from kvjax.contract.values import A_COUNT
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.kinds import Kind
 from kvjax.storage.mesh import attention_on
+
+A_ROW = Kind(f"{A_COUNT.words}, but not 0; or None", lambda n: n is None or (A_COUNT.holds(n) and n != 0))
 
 
 @value
@@ -39,7 +43,7 @@ class Rows:
       summed: False keeps the rows apart, "B K R S".
     """
 
-    last: Count | None = None
+    last: Annotated[Count | None, A_ROW] = None
     element: Literal["p", "p2", "above"] = "p"
     threshold: float | Literal["1/visible", "1/position"] = "1/visible"
     group: Literal["mean", "max", "sum"] | None = "mean"
@@ -48,10 +52,6 @@ class Rows:
     by_length: bool = False
     count_self: bool = True
     summed: bool = True
-
-    def __post_init__(self):
-        if isinstance(self.last, int) and self.last < 1:
-            raise ValueError(f"Rows(last={self.last}) observes no row; give 1 or more, or None for all")
 
     def __call__(self, inputs: AttentionInputs) -> Columns:
         pos, ctx, rows, weights = inputs.pos, inputs.ctx, None, []

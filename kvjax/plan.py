@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -235,7 +235,9 @@ def learns(policy: Policy, infos: tuple[LayerInfo, ...]) -> bool:
     return any(_begun(policy.at(i, len(infos)), info)[0] for i, info in enumerate(infos))
 
 
-@functools.lru_cache(maxsize=1024)
-def _begun(policy: Policy, info: LayerInfo) -> tuple[list[Any], Any]:
-    """Names with shapes, and containers, of the learned parameters that a layer's policy begins with."""
-    return jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: policy.init_params(info, jax.random.key(0))))
+# Names with shapes, and containers, of the learned parameters that a layer's policy begins with.
+_begun: Callable[[Policy, LayerInfo], tuple[list[Any], Any]] = functools.lru_cache(maxsize=1024)(
+    lambda policy, info: jax.tree_util.tree_flatten_with_path(
+        jax.eval_shape(lambda: policy.init_params(info, jax.random.key(0)))
+    )
+)

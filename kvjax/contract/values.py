@@ -19,11 +19,10 @@ Prompts = Int[np.ndarray, "M"]  # a number for every prompt: its length, or a co
 T = TypeVar("T")
 
 
-def _is_count(n: Any) -> bool:
-    return callable(n) or (kinds.whole(n) and n >= 0) or (kinds.real(n) and 0 <= n <= 1)
-
-
-A_COUNT = Kind("a number of tokens (int), a share of the prompt (float from 0 to 1), or a function of both", _is_count)
+A_COUNT = Kind(
+    "a number of tokens (int), a share of the prompt (float from 0 to 1), or a function of both",
+    lambda n: callable(n) or (kinds.whole(n) and n >= 0) or (kinds.real(n) and 0 <= n <= 1),
+)
 # An int is a number of tokens, a float a share of the prompt, a function gets (prompts "M", budgets "M") on the host.
 Count = Annotated[int | float | Callable[[Any, Any], Any], A_COUNT]
 
@@ -78,18 +77,17 @@ def value(cls: type[T]) -> type[T]:
     Raises:
       ValueError: a field that is not what its annotation says.
     """
-    own: Any = vars(cls).get("__post_init__")
-    after = own or getattr(cls, "__post_init__", lambda self: None)
+    made: Any = cls
+    after: Any = vars(cls).get("__post_init__")
 
     def __post_init__(self: Any) -> None:
         if type(self).__post_init__ is __post_init__:  # once, not for each class that it is built on
             check_fields(self)
         after(self)
 
-    if own is not None or not hasattr(cls, "__post_init__"):
-        made: Any = cls
-        made.__post_init__ = __post_init__
-    return dataclasses.dataclass(frozen=True)(cls)
+    if after is not None or not hasattr(cls, "__post_init__"):
+        made.__post_init__ = check_fields if after is None else __post_init__
+    return dataclasses.dataclass(frozen=True)(made)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))

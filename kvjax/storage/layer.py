@@ -64,10 +64,8 @@ class Layer(Storage):
             changed["k"] = jnp.take_along_axis(changed["k"], cast(Array, self.channels)[:, :, None], -1)
         return self.replace(pos=view.pos, memory=view.memory, channels=view.channels, **changed)
 
-    @property
-    def _packed(self) -> bool:
-        """Whether keys have the channels alone that are left."""
-        return self.channels is not None and self.channels.shape[-1] == self.k.shape[-1]
+    # Whether keys have the channels alone that are left.
+    _packed = property(lambda self: self.channels is not None and self.channels.shape[-1] == self.k.shape[-1])
 
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
         k = self.k
