@@ -255,6 +255,8 @@ def check_fields(x: Any) -> None:
         given = getattr(x, name)
         if given is not default and not kind.holds(given):
             raise refused(f"{type(x).__name__}: {name}", given, kind.words)
+        if isinstance(given, np.integer | np.floating):
+            object.__setattr__(x, name, given.item())
 
 
 @functools.cache
@@ -295,14 +297,16 @@ def checked(f: Callable[P, R]) -> Callable[P, R]:
     return door
 
 
-def _fitted(name: str, x: Any, kind: Kind, sizes: dict[str, Any]) -> Any:
-    """An argument that is of its kind and fits the sizes known so far; a list of numbers becomes an array."""
-    each = kind.any_of or (kind,)
-    if isinstance(x, list) and any(k.dims for k in each) and not kind.holds(x):
+def _fitted(name: str, given: Any, kind: Kind, sizes: dict[str, Any]) -> Any:
+    """An argument that is of its kind and fits the sizes known so far. Lists become arrays, numbers Python's own."""
+    each, x = kind.any_of or (kind,), given
+    if isinstance(x, np.integer | np.floating) and kind.dims is None:
+        x = x.item()
+    if isinstance(x, list | int | float) and any(k.dims for k in each) and not kind.holds(x):
         with contextlib.suppress(ValueError, TypeError):
             x = np.asarray(x)
     if not kind.holds(x):
-        raise refused(name, x, kind.words)
+        raise refused(name, given, kind.words)
     dims = next((k.dims for k in each if k.dims and k.holds(x)), None)
     if dims and not _fit(dims, x.shape, sizes):
         raise refused(name, x, f"of shape ({', '.join(str(sizes.get(d, d)) for d in dims)}), to fit the other arrays")
