@@ -89,7 +89,8 @@ def numbers(*axes: str) -> Kind:
             return x.ndim == len(axes)
         with contextlib.suppress(ValueError, TypeError):
             found = np.asarray(x)
-            return found.dtype.kind in "iuf" and found.ndim == len(axes) and bool(np.isfinite(found).all())
+            number = any(jnp.issubdtype(found.dtype, kind) for kind in (np.integer, np.floating))
+            return number and found.ndim == len(axes) and bool(np.isfinite(found).all())
         return False
 
     return Kind(f"finite numbers of shape ({', '.join(axes)})", holds)
