@@ -78,5 +78,3 @@ def test_what_cannot_work_is_refused(reading, shallow):
         reading.left(jnp.full((1, B, 2, T), 2.0))
     with pytest.raises(ValueError, match="keep has the dtype int32; give booleans"):
         reading.left(jnp.ones((1, B, 2, T), jnp.int32))
-    with pytest.raises(ValueError, match="rows=0 must be a whole number from 1"):
-        analysis.VotingRows(0)

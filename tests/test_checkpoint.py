@@ -144,9 +144,8 @@ def test_a_file_is_replaced_in_one_step(stored, shallow, tmp_path, monkeypatch):
 def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
     path, state = stored
     load = lambda path=path, model=shallow, policy=methods.h2o(8): checkpoint.load_state(path, *model, policy=policy)
-    for wrong in (None, 3, ""):
-        with pytest.raises(ValueError, match=r"is not the path of a file|path=.* must be text, or a PathLike"):
-            load(wrong)
+    with pytest.raises(ValueError, match="is not the path of a file"):
+        load("")
     with pytest.raises(ValueError, match=r"there is no file .*nowhere"):
         load(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds a state of 1 layers, but the model has 3; give the model that read"):
@@ -162,10 +161,6 @@ def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
         ValueError, match="was made under another policy, with budget=8 and not budget=9; give the same"
     ):
         load(policy=methods.h2o(9))
-    with pytest.raises(ValueError, match="policy=None must be a Policy"):
-        load(policy=None)
-    with pytest.raises(ValueError, match=r"state=Evict.* must be a State"):
-        checkpoint.save_state(tmp_path / "new", *shallow, methods.h2o(8), policy=methods.h2o(8))
     with pytest.raises(ValueError, match=r"the state was read under another policy than this .*; give that"):
         checkpoint.save_state(tmp_path / "new", *shallow, state, policy=methods.tova(8))
     empty = steps.start(shallow[0], policy=methods.h2o(8), lengths=[12, 12], max_new_tokens=8)

@@ -66,9 +66,9 @@ def test_a_folder_that_cannot_be_made(untold):
     assert settings()[0] is None
 
 
-@pytest.mark.parametrize("folder", ["", b"bytes", 3, "gs://bucket/programs"])
+@pytest.mark.parametrize("folder", ["", "gs://bucket/programs"])
 def test_what_is_no_local_folder(untold, folder):
-    with pytest.raises(ValueError, match=r"is no local folder; give its path|folder=.* must be text, or a PathLike"):
+    with pytest.raises(ValueError, match="is no local folder; give its path"):
         kvjax.keep_compiled(folder)
     with pytest.raises(ValueError, match="cannot be kept in"):
         kvjax.keep_compiled("a\0b")

@@ -23,9 +23,9 @@ def sizes(policy, n):
 def test_block_sizes_are_positive_and_make_up_the_prompt(mode):
     """All small combinations, and one in which the released code's dense prefix is negative."""
     assert block_sizes(346, 21, 80, "encoding") == BlockSizes(21, 101, 26, 26)
-    for n, budget, stride in itertools.product(range(1, 25), range(26), range(8)):
-        if budget < 1 or stride < 1:
-            with pytest.raises(ValueError, match=r"at least 1|stride=0 must be"):
+    for n, budget, stride in itertools.product(range(1, 25), range(26), range(1, 8)):
+        if budget < 1:
+            with pytest.raises(ValueError, match="at least 1"):
                 block_sizes(n, budget, stride, mode)
             continue
         final = max(c for c in range(1, budget + stride + 1) if (n - c) % stride == 0)
@@ -51,8 +51,6 @@ def test_the_mode_of_its_own_choice():
     auto = lambda budget: easykv.easykv("mas", budget, prompt_length=100)
     assert auto(120) == easykv.easykv_decoding("mas", 20)
     assert auto(100) == easykv.easykv_encoding_decoding("mas", 100)
-    with pytest.raises(ValueError, match="importance='aas' must be one of 'roco'"):
-        easykv.easykv_encoding("aas", 20)
 
 
 def test_a_prompt_read_in_blocks_ends_at_the_size_of_the_code(shallow):

@@ -255,12 +255,8 @@ def scores(policy, layer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Simplex(floor=1.5), "floor=1.5 must be a number from 0 to 1"),
-        (lambda: Simplex("rows"), "over='rows' must be one of"),
         (lambda: PyramidBeta(1.0), "beta is larger than 1"),
         (lambda: Safeguard(1.0), "starts between 0 and 1"),
-        (lambda: NaclShares((0.0, 1.0, 1.0)), "start=.0.0, 1.0, 1.0. must be a tuple of 3: a number above 0"),
-        (lambda: EntropyK(0.0), "start=0.0 must be a number above 0"),
         (
             lambda: NaclShares().gates(jnp.zeros(3), dataclasses.replace(view(), drawn=None), 1.0),
             r"NaclShares needs View\.drawn",

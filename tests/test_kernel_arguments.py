@@ -8,7 +8,6 @@ from kvjax.pallas_kernels import Columns, Softmax, attention, hash_uniform, pool
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 q, k, v = (np.zeros((2, heads, 6, 4), np.float32) for heads in (4, 2, 2))
-wide = np.zeros((2, 2, 6, 5), np.float32)
 row, slots = np.zeros((2, 6), np.int32), np.zeros((2, 2, 6), np.int32)
 seeded = lambda seed: Softmax(seed=seed, noise="gumbel")
 measure = lambda **options: attention(q, k, v, row, slots, columns=[Columns(**options)])
@@ -19,56 +18,13 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: attention(q, k, wide, row, slots), r"v=float32\[2, 2, 6, 5\] must be of shape \(2, 2, 6, 4\)"),
-        (lambda: attention(q, k[:1], v, row, slots), r"k=float32\[1, 2, 6, 4\] must be of shape \(2, K, S, 4\)"),
-        (
-            lambda: attention(q[0], k, v, row, slots),
-            r"q=float32\[4, 6, 4\] must be .* of shape \(B, N, T, H\)",
-        ),
         (lambda: attention(q, k[:, :, :0], v, row, slots), r"k=float32\[2, 2, 0, 4\] must be a non-empty"),
         (lambda: attention(q, k, v, row.astype(float), slots), "q_pos=float64.2, 6. must be .* of integers"),
-        (lambda: attention(q, k, v, row, slots[:, :1]), r"kv_pos=int32\[2, 1, 6\] must be of shape \(2, 2, 6\)"),
-        (lambda: measure(weight=[1.0]), "Columns: weight=.1.0. must be a non-empty numpy or JAX array"),
         (lambda: measure(weight=np.ones((1, 6), np.float32)), r"a column's weight is .* \(2, 6\) to fit"),
-        (
-            lambda: measure(softmax=seeded(row[:1, 0])),
-            r"a softmax's seed is .* must be integer of shape \(2,\)",
-        ),
-        (lambda: measure(softmax=Softmax(before=np.zeros(2))), "before=float64.* must be .* of integers"),
-        (
-            lambda: measure(softmax=Softmax(heads=row[0, :1])),
-            r"softmax's heads is .* must be integer of shape \(4,\)",
-        ),
-        (lambda: attention(q, k, v, row, slots, softcap=0), "softcap=0 must be a number above 0"),
-        (lambda: attention(q, k, v, row, slots, window=0), "window=0 must be a whole number from 1"),
-        (lambda: attention(q, k, v, row, slots, window=2.5), "window=2.5 must be a whole number"),
-        (lambda: attention(q, k, v, row, slots, bias=3), "bias=3 must be a non-empty numpy or JAX array of floats"),
-        (lambda: attention(q, k, v, row, slots, implementation=["xla"]), "must be one of 'xla'"),
-        (
-            lambda: pooled_attention(q[:, :, :1], pool, pool[:, :5], owner, row[:, :1], row, num_kv_heads=2),
-            r"v=float32\[2, 5, 4\] must be of shape \(2, 6, 4\)",
-        ),
+        (lambda: measure(softmax=seeded(row[:1, 0])), r"a softmax's seed is .* must be integer of shape \(2,\)"),
+        (lambda: measure(softmax=Softmax(heads=row[0, :1])), r"softmax's heads is .* must be integer of shape \(4,\)"),
         (lambda: pooled_attention(q[:, :, :1], pool, pool, owner, row[:, :1], row, num_kv_heads=3), "num_kv_heads=3"),
-        (
-            lambda: recovered_attention(q, k, row, slots, np.zeros((1, 2, 2, 6))),
-            "masks=float64.* must be .* True or False",
-        ),
-        (
-            lambda: recovered_attention(q, k, row, slots, masks, within=[row[:1, 0]]),
-            r"within is .* \(2,\) to fit",
-        ),
-        (
-            lambda: recovered_attention(q, k, row, slots, masks, tolerance=-1.0),
-            "tolerance=-1.0 must be a number",
-        ),
-        (lambda: Columns(rows=2.5), "rows=2.5 must be a whole number"),
-        (lambda: Columns(element="p3"), "element='p3' must be one of"),
-        (lambda: Columns(element="above", threshold=np.nan), "threshold=nan must be a number that is finite"),
-        (
-            lambda: Columns(element="above", threshold="1/seen"),
-            "threshold='1/seen' must be .* or one of",
-        ),
-        (lambda: Softmax(per="row"), "per='row' must be one of"),
+        (lambda: recovered_attention(q, k, row, slots, masks, within=[row[:1, 0]]), r"within is .* \(2,\) to fit"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(make, message):

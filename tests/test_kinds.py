@@ -8,24 +8,15 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.contract import Score
+from kvjax.pallas_kernels.kinds import kind_of
 from tests.tools import fuzz
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 IDS = {  # parameters that are whole numbers of no range of their own: ids, shapes, and what is checked with the rest
-    *(
-        "eos_ids",
-        "special",
-        "punctuation",
-        "tokens",
-        "prompt",
-        "repeat",
-        "repeat_next",
-        "suffix",
-        "shape",
-        "capacities",
-    ),
-    *("markers", "layers", "budget", "curves", "heads", "top_k"),
+    *("eos_ids", "special", "punctuation", "tokens", "prompt", "repeat", "repeat_next", "suffix", "shape"),
+    *("capacities", "markers", "layers", "budget", "curves", "heads", "top_k"),
 }
+DOORS = [x for modules in fuzz.MODULES.values() for m in modules for x in fuzz.entrances(m)]
 
 
 def _has_bare(hint):
@@ -36,9 +27,8 @@ def _has_bare(hint):
 
 
 def test_every_whole_number_has_its_range():
-    doors = [x for modules in fuzz.MODULES.values() for m in modules for x in fuzz.entrances(m)]
     bare = {
-        f"{name}.{n}" for name, f in doors for n, (hint, _) in fuzz.hints(f).items() if _has_bare(hint) and n not in IDS
+        f"{name}.{n}" for name, f in DOORS for n, (hint, _) in fuzz.hints(f).items() if _has_bare(hint) and n not in IDS
     }
     assert not bare
 
@@ -50,6 +40,23 @@ def test_bad_values_are_refused_by_the_library_itself():
     assert not total["silent"], wrong
     assert total["unclear"] <= 0.01 * total.total(), wrong
     assert total["clear"] > 600
+
+
+def test_arrays_that_do_not_fit_each_other_are_refused():
+    """Of every public function: an axis of one array is twice as long as that of the same name of another."""
+    tried = 0
+    for _, f in DOORS:
+        hints = {} if isinstance(f, type) else fuzz.hints(f)
+        each = {n: (kind, *kind.any_of) for n, (hint, _) in hints.items() if (kind := kind_of(hint))}
+        dims = {n: next(k.dims for k in kinds if k.dims) for n, kinds in each.items() if any(k.dims for k in kinds)}
+        given = {n: fuzz.example("" if n in dims else n, h) for n, (h, needed) in hints.items() if needed or n in dims}
+        for n, axes in dims.items():
+            for i, axis in enumerate(axes, -len(axes)):
+                if axis.isalpha() and sum(axis in other for other in dims.values()) > 1 and np.ndim(given[n]) >= -i:
+                    tried += 1
+                    with pytest.raises(ValueError, match=r"to fit the other arrays|keep is for 1 layers|passes="):
+                        fuzz.call(f, given | {n: np.repeat(given[n], 2, i)})
+    assert tried > 100
 
 
 class Own(Score):

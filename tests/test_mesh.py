@@ -28,31 +28,14 @@ def test_eight_devices():
     assert done.returncode == 0, said
 
 
-@pytest.mark.parametrize(
-    ("mesh", "error"),
-    [
-        (
-            jax.make_mesh((1,), ("batch",)),
-            r"mesh has the axes \('batch',\), not \('data', 'heads'\); make it with kvjax.make_mesh",
-        ),
-        (jax.devices(), "mesh=.* must be a Mesh, such as kvjax.make_mesh"),
-    ],
-    ids=["axis", "list"],
-)
-def test_what_is_no_mesh_of_these_axes_is_refused(mesh, error, shallow):
-    model, params = shallow
+def test_what_is_no_mesh_of_these_axes_is_refused(shallow):
+    (model, params), mesh = shallow, jax.make_mesh((1,), ("batch",))
     for call in (
         lambda: kvjax.generate(model, params, np.ones((1, 4), np.int32), max_new_tokens=1, mesh=mesh),
         lambda: kvjax.shard_params(model, params, mesh),
     ):
-        with pytest.raises(ValueError, match=error):
+        with pytest.raises(ValueError, match=r"mesh has the axes \('batch',\), not \('data', 'heads'\); make it with"):
             call()
-
-
-@pytest.mark.parametrize("sizes", [{"data": 0}, {"heads": 1.0}, {"data": True}], ids=str)
-def test_an_axis_has_a_whole_number_of_devices(sizes):
-    with pytest.raises(ValueError, match="must be a whole number from 1"):
-        kvjax.make_mesh(**sizes)
 
 
 @pytest.mark.slow

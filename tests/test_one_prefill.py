@@ -65,8 +65,6 @@ def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
     ("policies", "message"),
     [
         ({}, "give policies by name"),
-        ([methods.h2o(8)], "policies=.* must be a dict of which each is a Policy"),
-        ({"h2o": methods.h2o}, "policies=.* must be a dict of which each is a Policy"),
         ({"snap": methods.snapkv(4, window=8)}, "^snap: "),
         ({"learned": kvjax.Evict(Learned(), 12)}, "^learned: the policy has learned parameters"),
         ({"mask": variants.h2o_stepwise_mask(8, recent=3)}, "^mask: "),

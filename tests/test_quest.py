@@ -10,7 +10,6 @@ import kvjax
 from kvjax import methods
 from kvjax.contract import EMPTY, AttentionInputs, LayerInfo, Layout, Policy
 from kvjax.methods import variants
-from kvjax.methods.hidden import ReadPages
 from kvjax.storage import empty
 from tests import tensors
 from tests.by_hand import moment
@@ -96,7 +95,6 @@ def test_a_pool_is_read_by_pages_too(shallow):
     ("make", "message"),
     [
         (lambda: methods.quest(8), "a budget of 8 tokens holds no page of 16; raise it, or shrink pages"),
-        (lambda: ReadPages(4, 0), "size=0 must be a whole number from 1"),
         (lambda: kvjax.chain(methods.streaming_llm(8), QUEST), 'use positions="rank" in a chain'),
         (lambda: kvjax.evict_layer(kvjax.chain(BY_RANK, QUEST), q, k, v), 'stand at positions="rank", where keys move'),
     ],

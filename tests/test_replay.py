@@ -120,8 +120,6 @@ def test_it_is_refused_where_it_cannot_be(shallow):
         kvjax.forward(model, params, IDS, state, valid=LENGTHS, evict=True)
     with pytest.raises(ValueError, match="reads the prompt again, which needs a model"):
         kvjax.evict_layer(kvzip(8), *tensors.qkv())
-    with pytest.raises(ValueError, match="chunk=0 must be a whole number from 1"):
-        Reread(chunk=0)
     sizes = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 1, "head_dim": 8}
     learned = models.LanguageModel(gpt2.GPT2Config(**sizes, num_query_heads=2, num_kv_heads=2, max_position=32))
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape), learned.shapes)

@@ -180,18 +180,9 @@ def test_what_is_protected_stays_whatever_a_selection_says():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"q": Q[0]},
-            r"q=float32\[4, 12, 8\] must be .* of floats, of shape \(B, N, T, H\)",
-        ),
-        ({"q": Q > 0}, "q=bool.* must be .* of floats"),
-        ({"k": K[:, :, :8]}, r"k=float32\[2, 2, 8, 8\] must be of shape \(2, 2, 12, 8\)"),
         ({"q": Q[:, :3]}, "query heads be a multiple of kv heads; here these are 3 and 2"),
-        ({"hidden": np.ones((2, 8, 4))}, r"hidden=float64.* must be of shape \(2, 12, D\)"),
-        ({"out_proj": np.ones((2, 8, 4))}, r"out_proj=float64.2, 8, 4. must be of shape \(4, 8, D\)"),
         ({"tokens": TOKENS[:1]}, r"tokens must be integers, one a token, of shape \(2, 12\)"),
         ({"layer": 1}, "layer=1 must be a whole number from 0 to 0"),
-        ({"policy": 3}, "policy=3 must be a Policy"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
