@@ -13,6 +13,12 @@ seeded = lambda seed: Softmax(seed=seed, noise="gumbel")
 measure = lambda **options: attention(q, k, v, row, slots, columns=[Columns(**options)])
 masks = np.ones((1, 2, 2, 6), bool)
 pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
+of_pool = lambda K, **how: pooled_attention(q[:, :, :1], pool, pool, owner, row[:, :1], row, num_kv_heads=K, **how)
+THREE = np.zeros((2, 3, 6, 4), np.float32)
+BOTH = (
+    lambda k, v, slots: attention(q, k, v, row, slots),
+    lambda k, v, slots: recovered_attention(q, k, row, slots, np.ones((1, *slots.shape), bool)),
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +29,13 @@ pool, owner = np.zeros((2, 6, 4), np.float32), np.zeros((2, 6), np.int32)
         (lambda: measure(weight=np.ones((1, 6), np.float32)), r"a column's weight is .* \(2, 6\) to fit"),
         (lambda: measure(softmax=seeded(row[:1, 0])), r"a softmax's seed is .* must be integer of shape \(2,\)"),
         (lambda: measure(softmax=Softmax(heads=row[0, :1])), r"softmax's heads is .* must be integer of shape \(4,\)"),
-        (lambda: pooled_attention(q[:, :, :1], pool, pool, owner, row[:, :1], row, num_kv_heads=3), "num_kv_heads=3"),
+        (lambda: measure(softmax=Softmax(multiplier=k[:, :, :3, 0])), "softmax's multiplier is float32"),
+        (lambda: Softmax(noise="gumbel"), "needs a seed"),
+        (lambda: of_pool(4, columns=[Columns(weight=k[0, :, :3, 0])]), "column's weight is float32 of shape"),
+        (lambda: of_pool(3), "4 query heads are not a multiple of num_kv_heads=3"),
+        *((lambda f=f: f(THREE, THREE, np.zeros((2, 3, 6), int)), "4 .* not a multiple of 3 kv heads") for f in BOTH),
+        *((lambda f=f: f(k[:, :, :5], v[:, :, :5], slots[..., :5]), "6 query rows .* only 5") for f in BOTH),
+        (lambda: recovered_attention(q, k, row, slots, masks, within=[None, None]), "2 bands for 1 masks"),
         (lambda: recovered_attention(q, k, row, slots, masks, within=[row[:1, 0]]), r"within is .* \(2,\) to fit"),
     ],
 )

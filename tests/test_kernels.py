@@ -440,18 +440,3 @@ def test_memory_grows_linearly():
     short, long = compiled_bytes(4096, columns), compiled_bytes(16384, columns)
     assert long < 4.5 * short
     assert long < 4 * 4096 * 16384  # one float32 matrix of a single head at the shorter length alone would be larger
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_errors_say_what_to_do():
-    q, k, v, q_pos, kv_pos = inputs(T=8)
-    with pytest.raises(ValueError, match=r"4 query heads are not a multiple of 3 kv heads"):
-        attention(q, jnp.ones((2, 3, 8, 8)), jnp.ones((2, 3, 8, 8)), q_pos, jnp.ones((2, 3, 8), jnp.int32))
-    with pytest.raises(ValueError, match=r"8 query rows need their own 8 slots .* only 5"):
-        attention(q, k[:, :, :5], v[:, :, :5], q_pos, kv_pos[:, :, :5])
-    with pytest.raises(ValueError, match="softmax's multiplier is float32 of shape"):
-        attention(q, k, v, q_pos, kv_pos, columns=[Columns(softmax=Softmax(multiplier=jnp.ones((2, 2, 3))))])
-    with pytest.raises(ValueError, match="needs a seed"):
-        Softmax(noise="gumbel")
-    with pytest.raises(ValueError, match="column's weight is float32 of shape"):
-        attention(q, k, v, q_pos, kv_pos, columns=[Columns(weight=jnp.ones((2, 3)))])

@@ -252,13 +252,3 @@ def test_gradients_against_finite_differences(promised):
             eps = 1e-6
             numeric = (f(*shifted(eps)) - f(*shifted(-eps))) / (2 * eps)
             np.testing.assert_allclose((g * direction).sum(), numeric, rtol=1e-6)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_errors_say_what_to_do():
-    q, k, v, owner, q_pos, kv_pos = inputs()
-    run = pooled_attention
-    with pytest.raises(ValueError, match=r"6 query heads are not a multiple of num_kv_heads=4"):
-        run(q, k, v, owner, q_pos, kv_pos, num_kv_heads=4)
-    with pytest.raises(ValueError, match="column's weight is float32 of shape"):
-        run(q, k, v, owner, q_pos, kv_pos, [Columns(weight=jnp.ones((2, 3)))], num_kv_heads=3)

@@ -135,13 +135,3 @@ def test_no_kernel_computes_recovery_and_the_log_says_so(caplog):
             assert said.startswith("what sets of keys recover of attention is computed by xla")
             assert f"{implementation}: no kernel renormalises rows on the keys that are kept" in said
         assert len(caplog.records) == 3
-
-
-def test_recovery_errors():
-    q, k, q_pos, kv_pos, masks, within = recovery_inputs(8)
-    with pytest.raises(ValueError, match="2 bands for 3 masks"):
-        recover(q, k, q_pos, kv_pos, masks, within[:2])
-    with pytest.raises(ValueError, match=r"8 query rows need their own 8 slots .* only 5"):
-        recover(q, k[:, :, :5], q_pos, kv_pos[..., :5], masks[..., :5], within)
-    with pytest.raises(ValueError, match="4 query heads are not a multiple of 3 kv heads"):
-        recover(q, jnp.ones((2, 3, 8, 8)), q_pos, np.ones((2, 3, 8)), np.ones((3, 2, 3, 8), bool), within)
