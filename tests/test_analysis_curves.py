@@ -190,8 +190,6 @@ def test_what_slots_hold_after_a_rewrite_is_read(shallow):
         ({"policies": {"x": methods.kvzip}}, "reads the prompt again"),
         ({"policies": {"hindsight (model)": methods.window}}, r"'hindsight \(model\)' is the name of an oracle"),
         ({"continuation": np.ones((2, 4), int)}, "3 prompts, but 2 continuations"),
-        ({"seeds": 0}, "seeds=0"),
-        ({"oracles": ("heads",)}, "oracles=.'heads',. must be .* one of 'head', 'layer', 'model'"),
         ({"lengths": [24, 24, 99]}, "lengths go from 24 to 99, but a row has 1 to 24 tokens"),
     ],
 )

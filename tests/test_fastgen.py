@@ -9,7 +9,6 @@ import transformers
 
 import kvjax
 from kvjax import methods, models
-from kvjax.budgets import STEP
 from kvjax.contract import LayerInfo
 from kvjax.methods.profile import FastGen
 from kvjax.models.embedded import EMBEDDED
@@ -54,8 +53,6 @@ def test_sizes():
 def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="what heads need is known only later; give a budget"):
         FastGen((), (), pool=True)
-    with pytest.raises(ValueError, match="has no schedule"):
-        kvjax.when(STEP, methods.fastgen((0,), (1,)))
     with pytest.raises(ValueError, match="tokens"):
         kvjax.evict_layer(methods.fastgen((0,), (1,)), *tensors.qkv())
 

@@ -131,8 +131,6 @@ def test_a_full_disk_is_one_error_and_no_log_of_another_library(tmp_path, caplog
         (["--config", "learned_budget.py", "--temperature", "inf", "1"], r"temperature=\(inf, 1.0\) must be a finite"),
         (["--config", "learned_budget.py", "--ada-alpha", "inf"], "ada_alpha=inf must be a finite number"),
         (["--config", "learned_budget.py", "--pyramid-beta", "inf"], "pyramid_beta=inf must be a finite number"),
-        (["--config", "learned_budget.py", "--floor", "nan"], "floor=nan must be a number from 0 to 1"),
-        (["--config", "learned_budget.py", "--floor", "inf"], "floor=inf must be a number from 0 to 1"),
         (["--config", "learned_budget.py", "--kernel-size", "4"], "odd"),
     ],
 )

@@ -154,8 +154,6 @@ def test_a_head_for_other_layers_is_refused():
             lambda: HiddenHeads({"out": np.full((1, 1, 1), np.inf, "f"), "out_bias": np.zeros((1, 1), "f")}),
             "'out' of float32 that are no finite floats",
         ),
-        (lambda: Learned("head.npz"), "function='head.npz' must be a function"),
-        (lambda: Learned(Pick(0), rows=0), "rows=0 must be a whole number from 1"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -282,15 +280,6 @@ def test_heads_of_the_smallest_gates_stream():
     assert streams(0.0) == [False] * 3
     with pytest.raises(ValueError, match="give one between 0 and 1 for every layer and kv head"):
         methods.duo_attention([[1.5]])
-    with pytest.raises(ValueError, match="streaming=2 must be a number from 0 to 1"):
-        methods.duo_attention([[0.5]], streaming=2)
-
-
-def test_rows_of_streaming_heads_read_their_own_token():
-    with pytest.raises(ValueError, match="recent=0 must be a whole number from 1"):
-        gated(jnp.ones((1, 1)), jnp.zeros((1, 4), jnp.int32), sinks=2, recent=0)
-    with pytest.raises(ValueError, match="weight=-1"):
-        penalty(jnp.ones((1, 1)), -1)
 
 
 # ------------------------------------------------------------------------------------------------------------ probes

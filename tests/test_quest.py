@@ -95,7 +95,6 @@ def test_a_pool_is_read_by_pages_too(shallow):
     ("make", "message"),
     [
         (lambda: methods.quest(8), "a budget of 8 tokens holds no page of 16; raise it, or shrink pages"),
-        (lambda: kvjax.chain(methods.streaming_llm(8), QUEST), 'use positions="rank" in a chain'),
         (lambda: kvjax.evict_layer(kvjax.chain(BY_RANK, QUEST), q, k, v), 'stand at positions="rank", where keys move'),
     ],
 )

@@ -60,15 +60,9 @@ def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, c
             for value, bound in (("0", "least 1"), ("-1", "least"), (str(10**20), "most 2147483647"))
             if (option, value) != ("--seed", "0")
         ),
-        *(
-            (["--config", "snapkv.py", "--budget", b], f"budget={b} must be a number of tokens")
-            for b in ("inf", "-0.5")
-        ),
         (["--config", "snapkv.py", "--budget", "0.0"], "a budget of 0.0 of the prompt is none"),
-        (["--config", "snapkv.py", "--budget", "nan"], "budget=nan must be a number of tokens"),
         (["--config", "snapkv.py", "--window=99999999999"], "window=9+ must be at most 2147483647"),
         (["--config", "expected_attention.py", "--eps", "nan"], "eps=nan must be a finite number"),
-        (["--config", "snapkv.py", "--budget", "-1"], "budget=-1 must be a number of tokens"),
         (["--config", "snapkv.py", "--budget", "0.25", "0.250"], "budget has 0.25 twice"),
         (["--config", "snapkv.py", "--baseline-budget", "1.5"], "budget=1.5 must be a number of tokens"),
         (["--config", "snapkv.py", "--baselines", "h2o", "./h2o.py"], "h2o at budget 0.125 is there twice"),
