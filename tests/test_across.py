@@ -11,7 +11,7 @@ from kvjax.compose.across import AcrossLayers, Competitor, ScoreEntropy, by_weig
 from kvjax.contract import Context, LayerInfo, Slots
 from kvjax.methods import roco
 from kvjax.storage import empty
-from tests.tensors import evicted, qkv, token_ids
+from tests.tensors import evicted, qkv
 
 INFO = LayerInfo(0, 2, 2, 1, 4, 12, 0)
 
@@ -101,11 +101,3 @@ def test_one_layer_alone_has_the_average_and_none_is_left_without_a_token():
 
 def evicted_counts(policy):
     return [kv.num_live[0].tolist() for kv in evicted(policy, LAYERS)[0]]
-
-
-def test_a_model_keeps_its_budget_and_a_padded_row_what_it_keeps_alone(tiny):
-    tokens, policy = np.asarray(token_ids(2, T)), methods.cake(10, window=W, kernel=3)
-    run = lambda tokens, lengths: kvjax.generate(*tiny, tokens, policy=policy, lengths=lengths, max_new_tokens=5)
-    both = run(tokens, [T, 17])
-    assert sum(int(kv.num_live[0].sum()) for kv in both.state.layers) == L * K * (10 + 4)
-    np.testing.assert_array_equal(run(tokens[1:, T - 17 :], None).tokens[0], both.tokens[1])

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 
 from kvjax import evict_layer, methods, when
-from kvjax.analysis.losses import output_kl
 from kvjax.budgets import Schedule
-from kvjax.contract import Policy
-from kvjax.drivers.door import forward
-from kvjax.drivers.steps import start
 from kvjax.learning.families import EntropyK, NaclShares, PyramidBeta, Safeguard, Simplex, View, WindowShare
-from kvjax.learning.relax import soften, with_budgets, with_table
+from kvjax.learning.relax import soften, with_table
 from kvjax.learning.soft import filled, simplex
 from kvjax.pallas_kernels.pytree import pytree
-from tests.float64 import VOCAB, Wide, central, relative
+from tests.float64 import central, relative
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -98,30 +94,6 @@ def test_totals_in_float32(family):
     for temperature in (30.0, 0.5):
         gate = np.asarray(jax.jit(family.gates)(begun(family), view(), jnp.float32(temperature)), np.float64)
         np.testing.assert_allclose(gate.sum((1, 2, 3)), total, rtol=1e-6)
-
-
-def test_shares_learned_at_the_output_of_a_model():
-    """From logits of a simplex to budgets of a relaxed policy to the divergence of the output, in float64."""
-    rng = np.random.default_rng(0)
-    prompt, later = (rng.integers(0, VOCAB, (1, n)).astype(np.int32) for n in (12, 3))
-    with jax.enable_x64(True):
-        model, params = Wide(), jax.tree.map(jnp.asarray, Wide.init())
-
-        def said(policy, budgets=None):
-            state = start(model, policy=policy, lengths=np.array([12]), max_new_tokens=3)
-            state = state if budgets is None else with_budgets(state, budgets)
-            _, state, _ = forward(model, params, prompt, state, evict=True)
-            return forward(model, params, later, state)[0]
-
-        policy, full = soften(methods.snapkv(6, window=2, kernel=3), 2.0), said(Policy())
-        bound = {"floor": jnp.zeros(4), "cap": jnp.full(4, 10.0)}
-        budgets = lambda x: 2 + simplex(x.reshape(4), 16.0, **bound).reshape(2, 2)
-        loss = jax.jit(lambda x: output_kl(full, said(policy, budgets(x))).sum())
-        logits = rng.normal(size=(2, 2))
-        grad = jax.grad(loss)(jnp.asarray(logits))
-        assert abs(float(budgets(jnp.asarray(logits)).sum()) - 24) < 1e-12
-        assert np.abs(np.asarray(grad)).max() > 1e-5
-        assert relative(grad, central(loss, logits)) < 1e-5
 
 
 @pytest.mark.parametrize("over", ["heads", "layers", "both"])

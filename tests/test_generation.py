@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import budgets, compose, contract, methods, models
+from kvjax import budgets, compose, methods, models
 from kvjax.drivers import beam, generation, sampling, steps
 from kvjax.drivers import reader as readers
 from kvjax.drivers import stream as streams
@@ -60,12 +60,6 @@ def test_a_short_row_is_fed_as_it_is_alone(shallow, read):
     assert np.isnan(logits[row, :3]).all()
     assert state.length[row] == kept.length[0]
     assert live(state, row) == live(kept, 0)
-
-
-def test_prompt_outputs_are_not_affected_by_eviction(read):
-    expected, _ = read(lengths=LENGTHS)
-    for policy in (H2O, methods.streaming_llm(6, sinks=1)):
-        np.testing.assert_allclose(read(policy, lengths=LENGTHS)[0], expected, atol=1e-5)
 
 
 def test_generation_stops_at_the_end_token(shallow):
@@ -209,6 +203,7 @@ PAST = {
         itertools.islice(streams.stream(m, p, t, max_new_tokens=None, eos_ids=(), **how), 5)
     ),
     "prefill": lambda m, p, t, **how: steps.prefill(m, p, t, **FIVE, **how),
+    "start": lambda m, p, t, policy, block=None: steps.start(m, policy=policy, lengths=[len(t[0])], **FIVE),
     "read": lambda m, p, t, policy, block=None: list(
         readers.read(m, p, [*t[0].tolist(), 1, 2, 3, 4, 5], policy=policy, prompt_len=len(t[0]), chunk=5)
     ),
@@ -243,30 +238,16 @@ def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):
 
 
 @pytest.mark.parametrize(
-    ("change", "positions", "message"),
+    ("rope", "message"),
     [
-        (
-            {"rope": models.Rope("dynamic", factor=4.0, original_max=4)},
-            "shifted",
-            "turn by the length of the text; use",
-        ),
-        (
-            {"rope": models.Rope("yarn", attention_factor=1.2)},
-            "shifted",
-            "YaRN .*multiply it by a factor at each turn",
-        ),
-        ({}, "original", None),
-        ({"rope": models.Rope("dynamic", factor=4.0, original_max=4)}, "rank", None),
+        (models.Rope("dynamic", factor=4.0, original_max=4), "turn by the length of the text; use"),
+        (models.Rope("yarn", attention_factor=1.2), "YaRN .*multiply it by a factor at each turn"),
     ],
 )
-def test_stored_keys_are_turned_further_only_where_that_can_be(shallow, change, positions, message):
-    config = dataclasses.replace(shallow[0].config, **change)
-    policy = dataclasses.replace(methods.streaming_llm(6), layout=contract.Layout(positions))
-    if message is None:
-        make_plan(config, policy, [T], T, 2)
-        return
-    with pytest.raises(ValueError, match=f'layer 0 wants tokens at positions="{positions}", but .*{message}'):
-        make_plan(config, policy, [T], T, 2)
+def test_stored_keys_are_turned_further_only_where_that_can_be(shallow, rope, message):
+    config = dataclasses.replace(shallow[0].config, rope=rope)
+    with pytest.raises(ValueError, match=f'layer 0 wants tokens at positions="shifted", but .*{message}'):
+        make_plan(config, methods.streaming_llm(6), [T], T, 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import chain, decode_step, make_plan, methods, models, prefill, prefill_each, shared_layers
+from kvjax import chain, decode_step, make_plan, methods, models, prefill, shared_layers
 from kvjax.budgets import STEP
 from kvjax.contract import EMPTY, Layout, PerSlot, Rewrite
 from kvjax.drivers.attend import without_cache
@@ -126,36 +126,6 @@ def test_evicted_tokens_are_hidden_ones(kind, name):
     np.testing.assert_allclose(found, wanted, atol=5e-5 * np.abs(wanted).max())
 
 
-SLOPES = (0.5, 0.25, 0.1, 0.05)
-# Slopes are the same as a channel that carries a key's position, for methods that do not look at channels. Rotations
-# turn pairs of channels: another one is empty.
-OF_ATTENTION = {
-    *("h2o", "tova", "keyformer", "keyformer_mask", "h2o_next_step_mask", "ahakv", "scissorhands", "roco", "snapkv"),
-    *("nacl", "ada_snapkv"),
-}
-
-
-@table.rows({"h2o", "keyformer_mask"}, without=set(table.MAKE) - OF_ATTENTION)
-def test_methods_see_attention_that_falls_with_distance(case):
-    """What a layer keeps of a prompt and of what follows."""
-    policy = case.make(BUDGET, layers=1)
-    q, k, v = tensors.qkv(6, B=B, T=T + NEW)
-    pos = jnp.asarray(np.arange(T + NEW)[None] - (T - LENGTHS)[:, None], jnp.float32)
-    pair = lambda channel: jnp.concatenate([channel, jnp.zeros_like(channel)], axis=-1)
-    both = lambda x, channel: jnp.broadcast_to(pair(channel), (*x.shape[:3], 2))
-    with_channel = lambda x, channel: jnp.concatenate([x, both(x, channel)], axis=-1)
-    carried = {
-        "q": with_channel(q, jnp.asarray(SLOPES)[None, :, None, None] * 8**0.5),
-        "k": with_channel(k, pos[:, None, :, None]),
-        "v": with_channel(v, jnp.zeros((1, 1, 1, 1))),
-    }
-    run = functools.partial(tensors.replay, policy, n=T, lengths=LENGTHS, scale=8**-0.5, reads=True)
-    plain = [{"q": q, "k": k, "v": v}]
-    found, wanted, without = run(plain, slopes=SLOPES), run([carried]), run(plain)
-    assert (found.live, found.read) == (wanted.live, wanted.read)
-    assert (found.live, found.read) != (without.live, without.read)
-
-
 @pytest.mark.slow
 def test_last_hidden_states_are_what_logits_are_made_of(tiny):
     """Of a model with learned positions, and of one whose norm has another name, too."""
@@ -216,15 +186,3 @@ def test_policies_are_told_of_the_keys_that_rows_read(name):
         wanted = dict(zip(read, keys, strict=True))
         for slot in np.flatnonzero(kv.pos[b, h] >= 0):
             np.testing.assert_allclose(told[b, h, slot], wanted[int(kv.pos[b, h, slot])], atol=1e-5)
-
-
-OF_KEYS = {"keydiff", "lagkv", "expected_attention", "capkv", "r_kv", "q_filters", "from_fn"}
-
-
-@table.rows({"keydiff", "expected_attention"}, without=set(table.MAKE) - OF_KEYS)
-def test_a_prompt_keeps_the_same_tokens_in_every_layout(case, shallow):
-    policy, tokens = case.make(BUDGET, layers=1), tensors.token_ids(B, T, 5)
-    stored = {name: dataclasses.replace(policy, layout=x) for name, x in LAYOUTS.items() if name != "shifted"}
-    each = prefill_each(*shallow, tokens, stored, lengths=LENGTHS, max_new_tokens=1)
-    first, *others = (tensors.live_positions(state.layers[0]) for _, _, state in each)
-    assert others == [first] * 3

@@ -80,14 +80,8 @@ def test_chains_are_values():
         penalty(jnp.zeros((1, V)))
 
 
-def test_sampling_filters():
+def test_draws_follow_the_probabilities():
     logits = jnp.log(jnp.asarray([[0.5, 0.25, 0.15, 0.1]]))
-    alive = lambda sampler: np.isfinite(np.asarray(sampler.filter(logits)))[0].tolist()
-    assert alive(Sample(top_k=2)) == [True, True, False, False]
-    assert alive(Sample(top_p=0.5)) == [True, False, False, False]
-    assert alive(Sample(top_p=0.6)) == [True, True, False, False]
-    assert alive(Sample(top_p=0.001)) == [True, False, False, False]
-    np.testing.assert_allclose(Sample(temperature=2.0).filter(logits), logits / 2)
     draws = jax.vmap(lambda k: Sample()(logits, k[None])[0])(jax.random.split(jax.random.key(0), 4000))
     np.testing.assert_allclose(np.bincount(draws, minlength=4) / 4000, [0.5, 0.25, 0.15, 0.1], atol=0.03)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods, models
+from kvjax import methods
 from kvjax.budgets import STEP, Schedule
-from kvjax.observe import FutureQueries, Rows
-from kvjax.scores.attention import Accumulated, Faded, LastRows, Recency, Votes
+from kvjax.observe import FutureQueries
+from kvjax.scores.attention import Faded, LastRows, Recency, Votes
 from kvjax.scores.blends import (
     Blend,
     Standardized,
@@ -87,16 +87,6 @@ def test_sums_decay_and_rows_after_the_first_eviction_are_damped(decay, damping)
         assert {p: x for p, x in pairs if p >= 0} == pytest.approx(held, abs=1e-5)
 
 
-def test_accumulated_attention_favours_early_tokens():
-    """AhaKV's Equation 4: of random keys, token j has 1 / (i + 1) of every row i from j on; of the last, all alike."""
-    q, k, v = tensors.qkv(6, B=64, N=16, K=16, T=12, sharpness=1.0)
-    found = {of: scores(Accumulated(Rows(last=of)), q, k, v).mean((0, 1)) for of in (None, 3)}
-    shares = 1 / np.arange(1, 13)
-    np.testing.assert_allclose(found[None], np.cumsum(shares[::-1])[::-1], rtol=0.05)
-    assert (np.diff(found[None]) < 0).all()
-    np.testing.assert_allclose(found[3][:10], shares[-3:].sum(), rtol=0.05)
-
-
 def test_noise_is_added_to_logits():
     """Keyformer's Equations 4 to 7 and 9: tau log z less the logits is Gumbel noise, whose differences are logistic."""
     q, k, v = (jnp.repeat(x, 128, axis=0) for x in tensors.qkv(7, B=1, N=2, K=2, T=16))
@@ -109,16 +99,6 @@ def test_noise_is_added_to_logits():
         assert (one < point).mean() == pytest.approx(1 / (1 + np.exp(-point)), abs=0.035)
 
 
-def test_noise_flattens_expected_attention():
-    """Keyformer's Equation 8: the mean of softmaxes with Gumbel noise has more entropy than the softmax."""
-    q, k, v = (jnp.repeat(x, 128, axis=0) for x in tensors.qkv(7, B=1, T=16))
-    softmax = {noise: Noisy(tau=(1.0, 1.0), noise=noise) for noise in ("none", "constant", "gumbel")}
-    means = {n: scores(Votes(1, softmax=x), q, k, v).mean(0) for n, x in softmax.items()}
-    entropy = {n: -(p * np.log(p)).sum(-1) for n, p in means.items()}
-    np.testing.assert_allclose(entropy["constant"], entropy["none"], rtol=1e-5)
-    assert (entropy["gumbel"] > entropy["none"] + 0.05).all()
-
-
 def test_last_rows_are_those_of_now():
     """While decoding, each row replaces the oldest; a row from before a token gave it nothing."""
     q, k, v = tensors.qkv(3, T=12)
@@ -129,14 +109,6 @@ def test_last_rows_are_those_of_now():
     found = np.take_along_axis(memory, order[..., None], axis=2).sum(-1)
     wanted = probabilities(q, k).reshape(B, K, N // K, 12, 12).mean(2)[:, :, -3:].sum(2)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
-
-
-def test_leverage_is_of_keys_before_rotation():
-    arrays = tensors.qkv(4)
-    found = scores(Leverage(None, 1e-6), *arrays)
-    np.testing.assert_allclose(found.sum(-1), H, rtol=1e-4)  # the rank of the keys
-    turned = scores(Leverage(None, 1e-6), *arrays, rotate=models.Rope("dynamic", factor=3.0, original_max=T // 2))
-    np.testing.assert_allclose(turned, found, rtol=1e-3)
 
 
 def test_a_sketch_estimates_leverage():

@@ -137,14 +137,6 @@ def test_no_more_is_drawn_than_protection_leaves(among, random):
     assert kept(make(5)) == kept(make(10))
 
 
-def test_a_budget_that_does_not_hold_the_window_keeps_the_newest_of_it():
-    """As kvpress has it, in every layer."""
-    newest, window = [list(range(T - 6, T))] * 2, {"window": 8, "kernel": 3}
-    for make in (kvpress.kvpress_snapkv, kvpress.kvpress_pyramidkv):
-        assert kept(make(1 - 0.15, **window)) == newest
-    assert kept(methods.snapkv(0.15, **window)) == [list(range(T))] * 2
-
-
 # ------------------------------------------------------------------------------------------------ while decoding
 
 

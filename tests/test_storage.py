@@ -1,7 +1,6 @@
 """A pool of slots that the heads of a layer share: the numbers of a dense layer, in the slots that they need; ranks."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -172,20 +171,6 @@ def random_positions(seed, S=20, dead=0.4, K=3):
     rng = np.random.default_rng(seed)
     pos = np.stack([[rng.permutation(40)[:S] for _ in range(K)] for _ in range(B)])
     return np.where(rng.random(pos.shape) < dead, EMPTY, pos)
-
-
-@pytest.mark.parametrize("capacity", [12, 20, 31])
-def test_compacting_keeps_every_live_slot_in_order(capacity):
-    before = layer(random_positions(2, dead=0.5))
-    after = before.compact(capacity)
-    assert after.pos.shape == (B, 3, capacity)
-    kept = lambda x: np.asarray(jnp.where(after.live, x, 0))
-    for b, h in itertools.product(range(B), range(3)):
-        held = [p for p in after.pos[b, h].tolist() if p >= 0]
-        assert held == live_positions(before)[b][h][:capacity]
-    np.testing.assert_array_equal(kept(after.memory), kept(after.pos))
-    np.testing.assert_array_equal(kept(after.k[..., 0]), kept(after.pos))
-    np.testing.assert_array_equal(after.v, -np.asarray(after.k))
 
 
 def test_new_rows_are_written_into_slots_that_are_free():
