@@ -1,13 +1,15 @@
 """What parameters may be, by their annotations, at every public door."""
 
+import inspect
 import typing
 
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods
+from kvjax import analysis, methods, plot
 from kvjax.contract import Score
+from kvjax.methods import easykv, kvpress, variants
 from kvjax.pallas_kernels.kinds import kind_of
 from tests.tools import fuzz
 
@@ -31,6 +33,14 @@ def test_every_whole_number_has_its_range():
         f"{name}.{n}" for name, f in DOORS for n, (hint, _) in fuzz.hints(f).items() if _has_bare(hint) and n not in IDS
     }
     assert not bare
+
+
+def test_every_public_function_checks_its_arguments():
+    modules = (kvjax, methods, variants, kvpress, easykv, analysis, plot)
+    each = [(n, x) for m in modules for n, x in vars(m).items() if getattr(x, "__module__", "").startswith(m.__name__)]
+    public = {n: x for n, x in each if inspect.isfunction(x) and not n.startswith("_")}
+    assert {n for n, x in public.items() if not hasattr(x, "__wrapped__")} <= {"doors"}
+    assert len(public) > 150
 
 
 def test_bad_values_are_refused_by_the_library_itself():
@@ -69,9 +79,26 @@ class Own(Score):
         return slots.kv.pos + self.shift
 
 
+def call(f, **bad):
+    """Calls a function with good values but for some."""
+    return f(**{n: fuzz.example(n, hint) for n, (hint, needed) in fuzz.hints(f).items() if needed} | bad)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: call(kvjax.generate, model={}), "model={} must be the model that models.load"),
+        (lambda: call(kvjax.generate, key=5), "key=5 must be a PRNG key, such as jax.random.key"),
+        (lambda: call(kvjax.generate, buckets=1), "buckets=1 must be True or False"),
+        (lambda: call(kvjax.decode_step, state=None), "state=None must be a State, such as kvjax.prefill gives"),
+        (lambda: call(kvjax.prefill_each, policies={"h2o": methods.h2o}), "must be a dict of which each is a Policy"),
+        (
+            lambda: call(kvjax.Session.ask, question=[3]),
+            "question=.3. must be text, or a sequence",
+        ),
+        (lambda: kvjax.partition({"a": methods.h2o(8)}, 3), "labels=3 must be a sequence"),
+        (lambda: kvjax.from_fn("norm", 4), "fn='norm' must be a function"),
+        (lambda: methods.snapkv(8, pooling="mean"), "pooling='mean' must be one of 'max', 'avg'"),
         (lambda: Own(shift="3"), "Own: shift='3' must be a whole number"),
         (lambda: methods.chunkkv(0.25), r"base=0.25 must be an Evict, such as kvjax.methods.h2o\(64\)"),
         (
