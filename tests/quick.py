@@ -25,7 +25,7 @@ ONLY = {
         r"tokens_app|recency|blocks_are|memory|an_empty|learned|attention\w+\[(dynamic|alibi)"
         r"|a_bucket|seq|req|sizes|the_budget\w+\[after|keys_that\w+\[protected"
     ),
-    "test_traces.py": r"(?!voters|a_reading|gates_cost|gates_have|votes)|gates_have\w+\[output",
+    "test_traces.py": r"(?!voters|gates_cost|gates_have|votes)|gates_have\w+\[output",
 }
 
 # Of these files all stays but this.

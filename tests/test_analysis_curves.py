@@ -68,8 +68,9 @@ def reading_for(model, params, policy):
     return analysis.read(model, params, TOKENS, CONTINUATION, policies=(policy,), lengths=LENGTHS, key=KEY)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "ada_snapkv" else pytest.mark.exhaustive) for n in METHODS]
+)
 def test_masks_and_logits_are_those_of_prefill_and_feed(tiny, name):
     """The run that a curve stands for: a compacted cache, decoded token by token."""
     policy = when(Schedule(), METHODS[name](10))

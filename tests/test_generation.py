@@ -15,6 +15,7 @@ from kvjax.drivers import stream as streams
 from kvjax.drivers.checks import check_request
 from kvjax.drivers.loop import log_prob
 from kvjax.plan import make_plan
+from tests.tensors import live_positions
 
 T = 12
 TOKENS, LENGTHS = np.random.default_rng(3).integers(0, 61, (3, T)), np.array([T, 7, 1])
@@ -29,14 +30,10 @@ def read(shallow):
     )
 
 
-def live(state, row):
-    return [sorted(np.asarray(x)[np.asarray(x) >= 0].tolist()) for kv in state.layers for x in kv.head_pos[row]]
-
-
 def test_cached_decoding_is_one_pass_over_the_text(shallow, read):
     """Logits of the prompt's last token and of those behind it are those of longer prompts; padding is no position."""
     logits, state = read(lengths=LENGTHS)
-    assert [live(state, row)[0] for row in range(3)] == [list(range(n)) for n in LENGTHS]
+    assert live_positions(state.layers[0]) == [[list(range(n))] * 2 for n in LENGTHS]
     more = np.random.default_rng(4).integers(0, 61, (3, 5))
     found, after = generation.feed(*shallow, more, state)
     for n in (1, 5):
@@ -59,7 +56,7 @@ def test_a_short_row_is_fed_as_it_is_alone(shallow, read):
     np.testing.assert_allclose(logits[row, 3:], expected[0], atol=1e-4)
     assert np.isnan(logits[row, :3]).all()
     assert state.length[row] == kept.length[0]
-    assert live(state, row) == live(kept, 0)
+    assert live_positions(state.layers[0])[row] == live_positions(kept.layers[0])[0]
 
 
 def test_generation_stops_at_the_end_token(shallow):
@@ -310,10 +307,8 @@ def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow)
         ({"tokens": np.zeros((1, 0), np.int32)}, r"got nothing \(shape \(1, 0\)\), but at least one is needed"),
         ({"tokens": np.zeros((1, 4), np.float32)}, "must be integers, one row a sequence"),
         ({"tokens": [[1, 2], [3]]}, r"pad shorter rows on the left \(models.pad_left\)"),
-        ({"tokens": "the quiet goat"}, "must be integers"),
         ({"lengths": [0, 12, 3]}, "lengths go from 0 to 12, but a row has 1 to 12 tokens"),
         ({"lengths": [2]}, r"lengths must be integers, of shape \(3\); got int64 of shape \(1,\)"),
-        ({"lengths": [3.7, 12, 12]}, "got float64"),
         ({"eos_ids": 61}, "eos_ids=61 must be a whole number from 0 to 60; end tokens lie in"),
         ({"pad_id": 61}, "pad_id=61 must be a whole number from 0 to 60; what follows the end"),
         ({"key": np.ones(5, np.uint32)}, "is not a PRNG key"),
@@ -322,8 +317,6 @@ def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow)
         ({"attention_mask": np.ones((3, T)), "lengths": LENGTHS}, "say the same twice; give one of them"),
         ({"attention_mask": np.full((3, T), 2)}, "must be 1 for tokens and 0 for padding; it has 2"),
         ({"attention_mask": np.ones(8)}, r"shape \(3, 12\); got float64 of shape \(8,\)"),
-        ({"attention_mask": np.zeros((3, T))}, "lengths go from 0 to 0, but a row has 1 to 12"),
-        ({"policy": compose.partition({"a": FULL}, "aaaa")}, "there are 4 labels for 1 layers; give one a layer"),
         ({"policy": methods.h2o(0.25, recent=0.5)}, "a budget of 3 tokens cannot hold 0 sinks and 6 recent tokens"),
     ],
 )

@@ -98,6 +98,7 @@ def call(f, **bad):
         ),
         (lambda: kvjax.partition({"a": methods.h2o(8)}, 3), "labels=3 must be a sequence"),
         (lambda: kvjax.from_fn("norm", 4), "fn='norm' must be a function"),
+        (lambda: methods.headkv(8, [[np.nan, 1.0]]), "importance=.* must be finite numbers of shape"),
         (lambda: methods.snapkv(8, pooling="mean"), "pooling='mean' must be one of 'max', 'avg'"),
         (lambda: Own(shift="3"), "Own: shift='3' must be a whole number"),
         (lambda: methods.chunkkv(0.25), r"base=0.25 must be an Evict, such as kvjax.methods.h2o\(64\)"),

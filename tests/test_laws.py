@@ -13,17 +13,13 @@ from kvjax.evict import evicts
 from kvjax.storage import to_pool
 from tests import one_call, table
 from tests.one_call import LAYERS, LENGTHS, T, unturned
+from tests.tensors import live_positions
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 WHOLE, PADDED, SWAPPED, MOVED, HOLES = range(5)  # the sequences of `one_call.decided`
 
 every_method = table.rows(table.QUICK)
-
-
-def live(kv):
-    """Sorted live positions of every sequence and head."""
-    return [[sorted(p for p in head if p >= 0) for head in row] for row in np.asarray(kv.pos).tolist()]
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -101,7 +97,7 @@ def test_a_prompt_whose_share_cannot_hold_what_is_protected_is_kept_whole(case):
 @pytest.mark.parametrize("layer", [0, 2])
 def test_budgets_and_protected_tokens_hold(case, layer):
     here = case.policy.at(layer, LAYERS)
-    kept = live(one_call.decided(case.policy, layer)[1])
+    kept = live_positions(one_call.decided(case.policy, layer)[1])
     for row, n in ((WHOLE, LENGTHS[0]), (PADDED, LENGTHS[1])):
         owed = table.owed(here, one_call.info_of(here, layer), int(n), case.name not in table.FEWER)
         counts = np.array([len(tokens) for tokens in kept[row]])
@@ -128,7 +124,7 @@ def test_a_decision_repeated_on_the_same_statistics_changes_nothing(case):
 
 @every_method
 def test_permuting_slots_permutes_the_result(case):
-    kept = live(one_call.decided(case.policy)[1])
+    kept = live_positions(one_call.decided(case.policy)[1])
     assert kept[MOVED] == kept[WHOLE]
 
 
@@ -216,7 +212,7 @@ def test_what_is_compacted_holds_and_reads_what_is_masked(case):
     capacity = int((sizes.total if pool else sizes.per_head).max())
     small = to_pool(kv, capacity, here.reserve(kv, ctx)) if pool else kv.compact(capacity)
     view = small.view()
-    assert live(view) == live(kv)[:2]
+    assert live_positions(view) == live_positions(kv)[:2]
     q = jnp.asarray(one_call.tensors()[0][0][:, :, :1])
     found, expected = (x.attend(q, jnp.asarray(LENGTHS)[:, None] - 1, rotate=unturned).out for x in (small, kv))
     np.testing.assert_allclose(found, expected, atol=2e-6)

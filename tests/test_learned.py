@@ -24,6 +24,7 @@ from kvjax.models.scorer import TrainedHead
 from kvjax.observe import Reread, votes
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, Learned, apply_heads
 from tests.float64 import VOCAB, G, K, L, Wide, central, relative
+from tests.tensors import live_positions
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -35,11 +36,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 def qkv(seed=0, H=8):
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.normal(size=(2, n, T, H)), jnp.float32) for n in (4, K, K))
-
-
-def kept(kv, row, head):
-    pos = np.asarray(kv.pos)[row, head]
-    return sorted(pos[pos >= 0].tolist())
 
 
 # ------------------------------------------------------------------------------------------------------------ scores
@@ -67,7 +63,7 @@ def test_features_of_a_learned_score(index):
         pooled = np.max([np.pad(votes, 1)[i : i + T] for i in range(3)], 0)
         features = {0: k[row, head, :, 0], 9: v[row, head, :, 1], 16: votes, 17: pooled, 18: p.sum(-1) / age, 20: age}
         best = sorted(range(T), key=lambda i: (round(float(features[index][i]), 5), i))[-5:]
-        assert kept(kv, row, head) == sorted(best)
+        assert live_positions(kv)[row][head] == sorted(best)
 
 
 def function(seed=0, layers=3, width=6):
@@ -85,7 +81,7 @@ def test_kvzap_keeps_what_its_function_says(threshold):
         n = LENGTHS[row]
         score = (hidden[row, T - n :] @ zap.weights["out"][1] + zap.weights["out_bias"][1])[:, head]
         free = [i for i in np.argsort(score[: n - 2])[::-1] if threshold is None or score[i] >= threshold]
-        assert kept(kv, row, head) == sorted([*free[:5], n - 2, n - 1])
+        assert live_positions(kv)[row][head] == sorted([*free[:5], n - 2, n - 1])
 
 
 def test_blocks_do_not_matter_where_a_threshold_decides(wide):
@@ -95,8 +91,7 @@ def test_blocks_do_not_matter_where_a_threshold_decides(wide):
     how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": 1}
     with jax.enable_x64(True):
         each = [prefill(model, params, TOKENS, block=block, **how)[1].layers[0] for block in (None, 5)]
-    for row, head in np.ndindex(2, K):
-        assert kept(each[0], row, head) == kept(each[1], row, head)
+    assert live_positions(each[0]) == live_positions(each[1])
     assert int(each[0].num_live.sum()) < K * LENGTHS.sum()  # something goes
 
 
@@ -191,7 +186,7 @@ def test_examples_are_the_scores_of_kvzip_plus_behind_the_sinks(wide):
     for row, scores in enumerate(np.split(wanted[0], [10])):
         best = np.sort(scores.reshape(-1))[-K * 3]
         for head in range(K):
-            assert kept(kv, row, head) == [0, 1, *(2 + np.nonzero(scores[:, head] >= best)[0])]
+            assert live_positions(kv)[row][head] == [0, 1, *(2 + np.nonzero(scores[:, head] >= best)[0])]
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from kvjax.models import gpt2, mpt
 from kvjax.observe import Reread
 from tests import tensors
 from tests.kept import digest
+from tests.tensors import live_positions
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "kvzip.json").read_text())
 T, LENGTHS = 24, np.array([24, 17], np.int32)
@@ -26,11 +27,6 @@ ASKED = {"repeat": (1, 2), "repeat_next": (3,), "suffix": (4,), "chunk": 9, "ove
 def kvzip(budget, **change):
     """KVzip by small instructions."""
     return methods.kvzip(budget, Reread(**{**ASKED, **change}))
-
-
-def positions(layer):
-    """What every head holds of every sequence."""
-    return [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(layer.head_pos)]
 
 
 def test_chunks_are_those_of_a_rows_own_tokens():
@@ -51,7 +47,7 @@ def test_kept_tokens_are_those_of_kvpress(case, embedded):
     how, ids = policy.score.how, np.array(GOLDEN["ids"], np.int32)
     assert [how.rows(ids, first, len(ids)).tolist() for first in how.firsts(len(ids))] == GOLDEN["read"]
     _, state = kvjax.prefill(model, params, ids[None], policy=policy, max_new_tokens=1)
-    assert [positions(kv)[0] for kv in state.layers] == case["kept"]
+    assert [live_positions(kv)[0] for kv in state.layers] == case["kept"]
 
 
 ALIBI = mpt.MPTConfig(
@@ -82,14 +78,14 @@ def test_it_keeps_what_was_recorded(case, shallow):
 @pytest.mark.parametrize("change", [{"layout": contract.Layout()}, {"layout": contract.Layout("rank", pool=True)}])
 def test_stored_otherwise_it_keeps_the_same(change, shallow):
     read = lambda policy: kvjax.prefill(*shallow, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)[1].layers[0]
-    assert positions(read(dataclasses.replace(kvzip(8), **change))) == positions(read(kvzip(8)))
+    assert live_positions(read(dataclasses.replace(kvzip(8), **change))) == live_positions(read(kvzip(8)))
 
 
 def test_sets_of_query_heads_say_apart_what_their_group_says_together(shallow):
     """The largest over a group is that of its heads, so a group's best token is the best of one of them."""
     read = lambda policy: kvjax.prefill(*shallow, IDS, policy=policy, max_new_tokens=1)[1].layers[0]
     plain = lambda n, **how: dataclasses.replace(kvzip(n, sinks=0), heads=None, layout=contract.Layout(**how))
-    apart, together = positions(read(plain(1, by_query_head=True))), positions(read(plain(1)))
+    apart, together = live_positions(read(plain(1, by_query_head=True))), live_positions(read(plain(1)))
     for heads, groups in zip(apart, together, strict=True):
         assert all(one in heads[2 * g : 2 * g + 2] for g, one in enumerate(groups))
 
@@ -100,7 +96,7 @@ def test_layers_may_be_read_again_in_ways_of_their_own(tiny):
     chained = kvjax.chain(kvzip(12), methods.tova(8))
     mixed = kvjax.partition({"c": chained, "o": other, "all": kvjax.Policy()}, ["o", "all", "c"])
     read = lambda policy: kvjax.prefill(*tiny, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)[1].layers
-    held, alone = [positions(kv) for kv in read(mixed)], [positions(kv) for kv in read(other)]
+    held, alone = [live_positions(kv) for kv in read(mixed)], [live_positions(kv) for kv in read(other)]
     assert held[0] == alone[0]
     assert held[1][0] == [list(range(T))] * 2
     assert [len(head) for row in held[2] for head in row] == [8] * 4

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import feed, methods, models, prefill
+from kvjax import methods, models
 from kvjax.analysis import VotingRows, eviction_loss, read, trace
 from kvjax.analysis.losses import output_kl, task_loss
 from kvjax.learning.families import EntropyK, View
@@ -112,21 +112,6 @@ def test_one_row_has_the_theorems_loss(wide):
         layer = p[:, i, :, 0], rows.values[:, i], rows.out_proj[i]
         full = jnp.einsum("bns,bnsh,nhd->bd", layer[0], jnp.repeat(layer[1], G, axis=1), layer[2])
         np.testing.assert_allclose(found[:, i], eviction_loss(*layer, keep[:, i]) / jnp.abs(full).sum(-1), rtol=1e-9)
-
-
-def test_a_reading_decides_as_the_drivers_do(wide):
-    """What stays is what `prefill` keeps, and what follows is what `feed` then says."""
-    model, params, reading = wide
-    how = {"policy": POLICY, "lengths": LENGTHS, "max_new_tokens": R}
-    state = prefill(model, params, TOKENS, **how)[1]
-    after, decided = reading.after(POLICY), reading.decisions(POLICY)
-    for kv, decision, wanted in zip(after, decided, state.layers, strict=True):
-        np.testing.assert_array_equal(decision.keep, kv.live)
-        kept = [[sorted(x[x >= 0].tolist()) for x in row] for row in np.asarray(kv.pos)]
-        assert kept == [[sorted(x[x >= 0].tolist()) for x in row] for row in np.asarray(wanted.head_pos)]
-        assert np.isneginf(np.asarray(decision.score)[1, :, : S - LENGTHS[1]]).all()
-    found, wanted = reading.logits_after(model, params, after), feed(model, params, FUTURE, state)[0]
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------------- voters
