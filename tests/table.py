@@ -6,6 +6,7 @@ from the recorded tokens. Here stands what fields do not say.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,14 @@ class Owed:
     least: np.ndarray
     most: np.ndarray
     all_heads: tuple[int, int]
+
+    def check(self, kept: Sequence[Sequence[int]]) -> None:
+        """Whether the positions that stay in each head are what is owed."""
+        counts = np.array([len(tokens) for tokens in kept])
+        assert all(safe <= {*tokens} for safe, tokens in zip(self.safe, kept, strict=True))
+        assert (self.least <= counts).all()
+        assert (counts <= self.most).all()
+        assert self.all_heads[0] <= counts.sum() <= self.all_heads[1]
 
 
 def owed(policy: kvjax.Policy, info: LayerInfo, n: int, exact: bool = True) -> Owed:

@@ -88,14 +88,6 @@ def test_gradients_are_differences_and_totals_exact(family):
                 assert (gate[~np.asarray(seen.live)] == 0).all()
 
 
-@every_family
-def test_totals_in_float32(family):
-    total = L * K * np.array([7.5, 6.25])
-    for temperature in (30.0, 0.5):
-        gate = np.asarray(jax.jit(family.gates)(begun(family), view(), jnp.float32(temperature)), np.float64)
-        np.testing.assert_allclose(gate.sum((1, 2, 3)), total, rtol=1e-6)
-
-
 @pytest.mark.parametrize("over", ["heads", "layers", "both"])
 def test_floors_and_caps(over):
     """Parameters that want all of the budget in one place get no more than exists, and leave the floor elsewhere."""

@@ -56,15 +56,6 @@ def kept(policy, arrays, lengths, layer, seed):
     return np.asarray(kvjax.evict_layer(policy, q, k, v, lengths=np.array(lengths), **how, **more).live)
 
 
-def check_owed(name, policy, info, mine, n):
-    """What stays of a row's own tokens "K n" is what the policy owes."""
-    owed, counts = table.owed(policy, info, n, name not in table.FEWER), mine.sum(-1)
-    assert all(safe <= {*np.flatnonzero(head)} for safe, head in zip(owed.safe, mine, strict=True))
-    assert (owed.least <= counts).all()
-    assert (counts <= owed.most).all()
-    assert owed.all_heads[0] <= counts.sum() <= owed.all_heads[1]
-
-
 def check_same(found, wanted, tied):
     """Two runs kept the same, or as many where scores are equal but for the order of additions."""
     if tied:
@@ -88,7 +79,8 @@ def prompt_property(case, data, groups, widths):
     info = LayerInfo(layer, LAYERS, K * G, K * G if here.layout.by_query_head else K, H, T, 0, H)
     for row, n in enumerate(lengths):
         assert not live[row, :, : T - n].any(), "padding is never kept"
-        check_owed(case.name, here, info, live[row, :, T - n :], n)
+        mine = [np.flatnonzero(head) for head in live[row, :, T - n :]]
+        table.owed(here, info, n, case.name not in table.FEWER).check(mine)
 
     # What stands in padding, and in other rows, does not matter.
     of_two = ("keydiff" in case.name or case.name == "kvpress_decoding") and min(lengths) <= 2  # as near to their mean

@@ -250,19 +250,6 @@ def test_a_row_that_slept_draws_as_if_it_had_not(shallow):
     assert (one[1] != asleep[1]).any()
 
 
-def test_prompts_of_one_token_and_budgets_above_the_prompt(shallow):
-    """Nothing goes, and no slot is allocated that no token can fill."""
-    run = lambda **how: generation.generate(*shallow, how.pop("ids", PROMPTS), eos_ids=(), **how)
-    for policy in (methods.h2o(4), methods.snapkv(0.25), methods.streaming_llm(8), methods.tova(0.5)):
-        tokens = run(ids=np.array([[3]]), policy=policy, max_new_tokens=6).tokens
-        assert tokens.shape == (1, 6)
-        assert 0 <= int(tokens.min()) <= int(tokens.max()) < 61
-    how = {"lengths": PROMPT_LENGTHS, "max_new_tokens": 4}
-    full, large = run(**how), run(policy=methods.snapkv(500), **how)
-    np.testing.assert_array_equal(full.tokens, large.tokens)
-    assert full.state.layers[0].pos.shape == large.state.layers[0].pos.shape
-
-
 def test_sequences_that_a_state_does_not_have_give_no_logits_under_jit(shallow):
     """Outside of it they are refused."""
     model, params = shallow

@@ -89,11 +89,6 @@ BY_RANK = {  # a policy; tokens that the library before this one generated, and 
         [[21, 15, 59, 15, 55, 31, 4, 39], [22, 4, 12, 53, 5, 22, 44, 3]],
         "d083",
     ),
-    "StreamingLLM, ALiBi": (
-        methods.streaming_llm(8, sinks=2),
-        [[60, 60, 60, 60, 60, 60, 3, 3], [15, 43, 48, 53, 46, 44, 60, 37]],
-        "848d",
-    ),
     "H2O by rank, ALiBi": (
         dataclasses.replace(methods.h2o(10, recent=4), layout=Layout("rank")),
         [[60, 60, 60, 60, 60, 40, 8, 9], [15, 3, 30, 30, 30, 30, 30, 30]],
