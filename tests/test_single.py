@@ -189,12 +189,3 @@ def test_what_is_protected_stays_whatever_a_selection_says():
 def test_what_does_not_fit_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         kvjax.evict_layer(**{"policy": methods.h2o(6), "q": Q, "k": K, "v": V} | change)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("name", ["q", "hidden"])
-def test_a_tensor_of_another_library_is_answered_with_what_to_do(name):
-    torch = pytest.importorskip("torch", reason="the test extra installs torch on Python 3.11")
-    given = {"policy": methods.h2o(6), "q": Q, "k": K, "v": V} | {name: torch.ones(2, T, 8)}
-    with pytest.raises(ValueError, match=rf"{name}=.* must be a non-empty numpy or JAX array"):
-        kvjax.evict_layer(**given)
