@@ -21,6 +21,7 @@ from kvjax.contract import (
     NonNegative,
     Prompts,
     Proportion,
+    Ratio,
     Size,
     Slots,
     count,
@@ -224,6 +225,10 @@ class LayerShares:
 
     weights: tuple[NonNegative, ...]
 
+    def __post_init__(self):
+        if not sum(self.weights) > 0:
+            raise ValueError(f"weights={self.weights} add up to {sum(self.weights)}; give one layer at least a share")
+
     def __call__(self, average: Prompts, limit: Prompts, num_layers: int, outside: Prompts) -> Int[np.ndarray, "M L"]:
         if len(self.weights) != num_layers:
             raise ValueError(f"LayerShares has {len(self.weights)} weights for {num_layers} layers; give one a layer")
@@ -250,7 +255,7 @@ class Adaptive(Heads):
     """
 
     alpha: Proportion = 0.5
-    max_ratio: AtLeastOne = float("inf")
+    max_ratio: Ratio = float("inf")
 
     def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
         all_in_one = _ceil(average * (1 - self.alpha + self.alpha * info.num_kv_heads))

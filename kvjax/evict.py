@@ -174,11 +174,11 @@ class Evict(Policy):
         if short.any() and not short[-1]:  # a share holds `least` tokens of a long prompt: keep short ones whole
             budget = divided(np.where(short, np.maximum(n, least), average))
         most = n + info.max_new_tokens * self.when.decodes
-        if (wrong := (sinks + recent > budget.min(1)) & (most > budget.min(1)))[:-1].any():
+        if (wrong := (safe > budget.min(1)) & (most > budget.min(1)))[:-1].any():
             i = int(wrong.argmax())
             raise ValueError(
-                f"a budget of {budget[i].min()} tokens cannot hold {sinks[i]} sinks and {recent[i]} recent tokens; "
-                f"give a budget of {sinks[i] + recent[i]} or more, or keep fewer of them"
+                f"a budget of {budget[i].min()} tokens cannot hold {sinks[i]} sinks and {safe[i] - sinks[i]} recent "
+                f"tokens; give a budget of {safe[i]} or more, or keep fewer of them"
             )
         return np.minimum(budget[:-1, info.layer], info.prompt_len + info.max_new_tokens), sinks[:-1], recent[:-1]
 
@@ -228,7 +228,7 @@ class Evict(Policy):
         candidates, params = kv.live & ~protected, ctx.params
         slots = Slots(kv, stats, ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
         score = self.score(slots.of("score"))
-        if getattr(score, "shape", None) != kv.pos.shape:
+        if getattr(score, "shape", None) != kv.pos.shape or jnp.iscomplexobj(score):
             raise _misshapen(self.score, "scores", score, kv, 'one a slot, "B K S"')
         score = score.astype(jnp.float32)
         unscored = ~(slots.candidates & ~jnp.isnan(score)).any(-1)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels.pytree import described
+from kvjax.pallas_kernels.pytree import described, is_known
 
 MOST = 2**30  # more tokens than any run has; larger counts are cut to it
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Range:
     """The numbers that a parameter may be.
 
@@ -52,6 +52,9 @@ class Range:
             return least if self.least > -LARGEST else " that is finite"
         return f" above {self.least}, at most {self.most}" if self.above else f" from {self.least} to {self.most:,}"
 
+    def __repr__(self) -> str:
+        return self.words.strip()
+
 
 Size = Annotated[int, Range(1, MOST - 1)]
 Amount = Annotated[int, Range(0, MOST - 1)]
@@ -59,12 +62,13 @@ Odd = Annotated[int, Range(1, MOST - 1, odd=True)]
 Proportion = Annotated[float, Range(0, 1)]
 Cosine = Annotated[float, Range(-1, 1)]
 NonNegative = Annotated[float, Range(0)]
-AtLeastOne = Annotated[float, Range(1, float("inf"))]
+AtLeastOne = Annotated[float, Range(1)]
+Ratio = Annotated[float, Range(1, float("inf"))]
 Number = Annotated[float, Range(-float("inf"), float("inf"))]
 Positive = Annotated[float, Range(SMALLEST)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Kind:
     """What a parameter may be.
 
@@ -79,6 +83,9 @@ class Kind:
     holds: Callable[[Any], bool]
     dims: tuple[str, ...] | None = None
     any_of: "tuple[Kind, ...]" = ()
+
+    def __repr__(self) -> str:
+        return self.words
 
 
 def numbers(*axes: str) -> Kind:
@@ -165,18 +172,19 @@ def kind_of(hint: Any) -> Kind | None:
     if origin is tuple and args[-1] is not ...:
         each = [kind_of(a) or ANYTHING for a in args]
         fits = lambda x: isinstance(x, tuple) and len(x) == len(each) and all(k.holds(y) for k, y in zip(each, x))  # noqa: B905
-        return Kind(f"a tuple of {len(each)}: {', '.join(k.words for k in each)}", fits)
+        words = dict.fromkeys(k.words for k in each)
+        return Kind(f"a tuple of {len(each)}{', each ' if len(words) == 1 else ': '}{', '.join(words)}", fits)
     if origin in (tuple, Sequence):
         each = kind_of(args[0]) or ANYTHING
-        several = lambda x: isinstance(x, origin) or (_is_array(x) and x.ndim > 0)
-        holds = lambda x: several(x) and all(map(each.holds, x))
+        items = lambda x: np.asarray(x).tolist() if is_known(x) and x.ndim else x
+        holds = lambda x: isinstance(items(x), origin | list) and all(map(each.holds, items(x)))
         return Kind(
             f"a {origin.__name__.lower()}{'' if each is ANYTHING else f' of which each is {each.words}'}", holds
         )
     if origin is Mapping:
         key, each = (kind_of(a) or ANYTHING for a in args)
         holds = lambda x: isinstance(x, Mapping) and all(map(key.holds, x)) and all(map(each.holds, x.values()))
-        return Kind(f"a dict of which each is {each.words}", holds)
+        return Kind("a dict" if each is ANYTHING else f"a dict of which each is {each.words}", holds)
     if hasattr(hint, "dim_str"):
         return _array(hint)
     if Callable in (hint, typing.get_origin(hint)) or origin is types.FunctionType:
@@ -263,16 +271,26 @@ def check_fields(x: Any) -> None:
 @functools.cache
 def _kinds(f: Any) -> tuple[tuple[str, Any, Kind], ...]:
     """(name, default, kind) of the fields or parameters whose annotations say something."""
-    try:
-        hints = typing.get_type_hints(f, include_extras=True)
-    except (NameError, TypeError):  # names that a user's own module has not, or not yet
-        hints = {}
+    hints = _hints(f)
     if isinstance(f, type):
         each = [(x.name, x.default) for x in dataclasses.fields(f)]
     else:
         each = [(x.name, x.default) for x in inspect.signature(f).parameters.values()]
     known = lambda n: kind_of(hints.get(n, Any)) or (None if isinstance(f, type) else UNTYPED.get(n))
     return tuple((n, default, kind) for n, default in each if (kind := known(n)) is not None)
+
+
+def _hints(f: Any) -> dict[str, Any]:
+    """Annotations of a class or function; of text those that name what their module has."""
+    with contextlib.suppress(NameError, TypeError, AttributeError):
+        return typing.get_type_hints(f, include_extras=True)
+    found = {}
+    for owner in reversed(f.__mro__) if isinstance(f, type) else [f]:
+        for name, hint in vars(owner).get("__annotations__", {}).items():
+            with contextlib.suppress(Exception):  # such as a name that only type checkers import
+                one = types.SimpleNamespace(__annotations__={name: hint})
+                found |= typing.get_type_hints(one, vars(sys.modules[owner.__module__]), include_extras=True)
+    return found
 
 
 def checked(f: Callable[P, R]) -> Callable[P, R]:
@@ -286,8 +304,11 @@ def checked(f: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(f)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound, sizes = signature.bind(*args, **kwargs), {}
-        given = bound.arguments
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:  # Python itself says of which function
+            return f(*args, **kwargs)
+        given, sizes = bound.arguments, {}
         for name, default, kind in _kinds(f):
             if name in several:
                 given[name] = tuple(_fitted(name, x, kind, sizes) for x in given.get(name, ()))
@@ -303,9 +324,12 @@ def _fitted(name: str, given: Any, kind: Kind, sizes: dict[str, Any]) -> Any:
     each, x = kind.any_of or (kind,), given
     if isinstance(x, np.integer | np.floating) and kind.dims is None:
         x = x.item()
-    if isinstance(x, list | int | float) and any(k.dims for k in each) and not kind.holds(x):
+    number = isinstance(x, int | float) and not any(k.holds(0.5) for k in each)
+    if (number or isinstance(x, list)) and any(k.dims for k in each) and not kind.holds(x):
         with contextlib.suppress(ValueError, TypeError):
             x = np.asarray(x)
+    if isinstance(x, list) and kind.holds(tuple(x)):
+        x = tuple(x)
     if not kind.holds(x):
         raise refused(name, given, kind.words)
     dims = next((k.dims for k in each if k.dims and k.holds(x)), None)

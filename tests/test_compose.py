@@ -133,6 +133,7 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
             "a member for some heads drops key channels",
         ),
         (lambda: methods.streaming_llm(62, sinks=63), "a budget of 62 tokens cannot hold 63 sinks"),
+        (lambda: methods.streaming_llm(63, sinks=63), "a budget of 63 tokens cannot hold 63 sinks and 1 recent"),
         (
             lambda: kvjax.chain(methods.finch(8, window=4), kvjax.Evict(Recency(), 8, rewrite=Writes(("k",)))),
             'positions="rank", where a key moves with its rank, but Chain writes keys',

@@ -311,3 +311,14 @@ def test_a_bar_counts_the_layers_that_are_read(embedded, capsys):
     prefill(model, params, tokens, progress=True, **how)
     L = model.config.num_layers
     assert f"{L}/{L}" in capsys.readouterr().err
+
+
+def test_a_token_that_finds_no_slot_is_an_error_outside_of_jit(shallow):
+    model, params = shallow
+    policy = compose.when(budgets.Schedule(every=4), methods.h2o(10))
+    _, state = prefill(model, params, IDS[:1, :16], policy=policy, max_new_tokens=8)
+    _, state, _ = forward(model, params, IDS[:1, :4], state)
+    _, state = steps.decode_step(model, params, [1], state)
+    _, state = steps.decode_step(model, params, [1], state)
+    with pytest.raises(ValueError, match="than there is room for between evictions"):
+        steps.decode_step(model, params, [1], state)

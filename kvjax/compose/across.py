@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.budgets import Times, apportion
 from kvjax.contract import (
     MOST,
-    AtLeastOne,
     Context,
     LayerInfo,
     Layout,
     Phase,
     Policy,
+    Ratio,
     Size,
     Sizes,
     Slots,
@@ -26,7 +26,7 @@ from kvjax.contract import (
 )
 from kvjax.evict import Evict, apply_decision
 from kvjax.observe import by_row, votes
-from kvjax.pallas_kernels.kinds import Range
+from kvjax.pallas_kernels.kinds import Kind, Range
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.scores.rows import mean_and_variance
 
@@ -145,6 +145,10 @@ def _first(score: Float[Array, "B X"], age: Int[Array, "B X"], n: Int[Array, "B"
     return rank < n[:, None]
 
 
+_weighs = lambda x: callable(x) and not isinstance(x, type) and (hasattr(x, "observe") or x is by_top_scores)
+Weigher = Annotated[Any, Kind("a weight of a layer, such as ScoreEntropy(), or by_top_scores", _weighs)]
+
+
 class AcrossLayers(Policy):
     """An `Evict` whose layers compete for the model's budget.
 
@@ -155,8 +159,8 @@ class AcrossLayers(Policy):
     """
 
     policy: Evict
-    by: Any
-    max_ratio: AtLeastOne = 2.0
+    by: Weigher
+    max_ratio: Ratio = 2.0
     joint = True
 
     def __post_init__(self):
@@ -223,7 +227,7 @@ class AcrossLayers(Policy):
         return dataclasses.replace(ctx, hparams=ctx.hparams[0])
 
 
-def across_layers(policy: Evict, by: Any, *, max_ratio: AtLeastOne = 2.0) -> Policy:
+def across_layers(policy: Evict, by: Weigher, *, max_ratio: Ratio = 2.0) -> Policy:
     """The same policy, whose layers compete for the model's budget when all of them have read the prompt.
 
     Args:

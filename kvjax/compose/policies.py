@@ -18,6 +18,7 @@ from kvjax.contract import (
     Count,
     LayerInfo,
     Layout,
+    Observation,
     Phase,
     Policy,
     Reads,
@@ -499,7 +500,7 @@ def shared_layers(policy: Policy) -> Policy:
     return SharedLayers(policy)
 
 
-def from_fn(fn: Callable[..., Array], budget: Count, *, observe: tuple[Any, ...] = (), **fields: Any) -> Evict:
+def from_fn(fn: Callable[..., Array], budget: Count, *, observe: tuple[Observation, ...] = (), **fields: Any) -> Evict:
     """A policy that ranks tokens by a function.
 
     Args:

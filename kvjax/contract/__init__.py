@@ -53,5 +53,6 @@ from kvjax.pallas_kernels.kinds import Number as Number
 from kvjax.pallas_kernels.kinds import Odd as Odd
 from kvjax.pallas_kernels.kinds import Positive as Positive
 from kvjax.pallas_kernels.kinds import Proportion as Proportion
+from kvjax.pallas_kernels.kinds import Ratio as Ratio
 from kvjax.pallas_kernels.kinds import Size as Size
 from kvjax.pallas_kernels.kinds import doors as doors

@@ -24,6 +24,7 @@ from kvjax.drivers.checks import (
     as_array,
     check_block,
     check_ids,
+    check_lengths,
     check_model,
     check_positions,
     check_prompts,
@@ -71,6 +72,7 @@ def start(
     if width is None and traced(lengths):
         raise ValueError("lengths are traced; give width=, the columns that the prompts will have")
     width = int(np.max(lengths)) if width is None else width
+    lengths = check_lengths(lengths, len(lengths), width)
     if mesh is not None:
         check_mesh(mesh, model.config, len(lengths))
     plan, hparams = plan_request(model.config, policy, lengths, width, max_new_tokens, plan=plan)
@@ -213,7 +215,8 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
     if not traced(logits) and bool(_no_numbers(logits)):
         check_layers_kept(state)
         raise ValueError(
-            "logits are not numbers: the model's are not, or the policy keeps more tokens than its `sizes` asked for"
+            "logits are not numbers: the model's are not, the policy keeps more tokens than its `sizes` asked for, or "
+            "`forward` read more tokens at once than there is room for between evictions"
         )
     return logits
 
@@ -235,7 +238,8 @@ def decode_step(
 
     Raises:
       ValueError: another number of tokens than sequences, ids outside the vocabulary, a state of another model, without
-        a prompt, or that has read all the tokens that it was planned for.
+        a prompt, or that has read all the tokens that it was planned for. Outside of jit, logits that are not numbers,
+        as where a token found no slot.
     """
     check_state(model, params, state)
     B = len(state.length)
@@ -244,7 +248,9 @@ def decode_step(
         active = as_array("active", active, np.bool_, (B,), "True or False, one a sequence")
     check_ids(model, token if active is None or traced(token, active) else token[active])
     check_room(state, 1 if active is None else active.astype(np.int32))
-    return decode(model, params, jnp.asarray(token, jnp.int32), state, active)
+    logits, after = decode(model, params, jnp.asarray(token, jnp.int32), state, active)
+    checked_logits(logits if active is None or traced(active) else logits[np.flatnonzero(active)], after)
+    return logits, after
 
 
 def decode(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from kvjax.contract import (
     EMPTY,
+    Amount,
     AttentionInputs,
     Context,
     Count,
@@ -110,8 +111,8 @@ class FastGen(Policy):
         add; what is left goes to all alike.
     """
 
-    special: tuple[int, ...]
-    punctuation: tuple[int, ...]
+    special: tuple[Amount, ...]
+    punctuation: tuple[Amount, ...]
     frequent: Proportion = 0.3
     local: Proportion = 0.3
     recovery: Annotated[float, Range(0, 1, above=True)] = 0.95

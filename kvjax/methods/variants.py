@@ -18,6 +18,7 @@ from kvjax.contract import (
     Policy,
     Positive,
     Proportion,
+    Ratio,
     Score,
     Size,
 )
@@ -472,9 +473,7 @@ def r_kv_released(
     return dataclasses.replace(r_kv(budget, window=window, buffer=buffer), score=score)
 
 
-def lava_released(
-    budget: Count, *, floor: Proportion = 0.5, max_ratio: AtLeastOne = 2.0, **options: Any
-) -> AcrossLayers:
+def lava_released(budget: Count, *, floor: Proportion = 0.5, max_ratio: Ratio = 2.0, **options: Any) -> AcrossLayers:
     """LAVa of its example: heads have a floor of their layer's share."""
     found = lava(budget, **options)
     policy = dataclasses.replace(found.policy, heads=Adaptive(1.0 - floor))

@@ -68,7 +68,7 @@ class Function(Score):
     """
 
     fn: Callable[..., Any]
-    observed: tuple = ()
+    observed: tuple[Observation, ...] = ()
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return self.observed
