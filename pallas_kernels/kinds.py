@@ -304,9 +304,10 @@ def checked(f: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(f)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
+        bound = None
+        with contextlib.suppress(TypeError):
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # Python itself says of which function
+        if bound is None:  # Python itself says of which function
             return f(*args, **kwargs)
         given, sizes = bound.arguments, {}
         for name, default, kind in _kinds(f):
