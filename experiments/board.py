@@ -35,10 +35,11 @@ import kvjax
 from kvjax import configs, models
 from kvjax.configs.experiment import Experiment, Made, Setup, changed, check_distinct, check_whole, with_params
 from kvjax.experiments import run as job
-from kvjax.experiments.core import markdown, metrics, stats
+from kvjax.experiments.core import metrics, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Shape, shapes
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.setup import build, find_builders, read_text
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.tasks.base import Protocol
@@ -361,7 +362,7 @@ def table(found: Found, share: float) -> list[str]:
     for n, (won, lost), c in zip(here, counts, beside, strict=True):
         verdict = "the best" if c is None else f"p = {c.p:.2g}, {c.verdict}"
         rows.append((*_cells(n), str(won), str(lost), verdict))
-    return markdown.table((*_CELLS, "better than", "worse than", f"beside {_name(here[0])}"), rows)
+    return Table((*_CELLS, "better than", "worse than", f"beside {_name(here[0])}"), rows).markdown()
 
 
 _CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of prompt", "tokens written"
@@ -383,7 +384,7 @@ def alike(found: Found, shares: Sequence[float]) -> list[str]:
         for share in shares
         for n in found.at(share)
     ]
-    return markdown.table(("bytes", "method", *names), rows)
+    return Table(("bytes", "method", *names), rows).markdown()
 
 
 def beyond(found: Found, shares: Sequence[float]) -> list[Number]:
@@ -510,7 +511,7 @@ def page(board: Board, parts: Mapping[str, Found]) -> Iterator[str]:
         for share in shares:
             yield from ("", f"## {title}, {100 * share:.4g} % of the bytes", "", *table(found, share))
         yield from ("", f"## {title}, the full cache and what has no budget", "")
-        yield from markdown.table(_CELLS, [_cells(n) for n in beyond(found, shares)])
+        yield from Table(_CELLS, [_cells(n) for n in beyond(found, shares)]).markdown()
         if found.alike:
             yield from ("", f"## {title}: how far answers are the full cache's, %", "", *alike(found, shares))
     yield ""

@@ -38,9 +38,10 @@ from kvjax import Evict, Policy, methods, models
 from kvjax.analysis import curves
 from kvjax.budgets import Pyramid, Schedule
 from kvjax.configs.experiment import Budget, check_distinct, check_whole
-from kvjax.experiments.core import markdown, stats
+from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.setup import text_digest
 from kvjax.experiments.papers import prompts
 from kvjax.experiments.papers.base import canvas, message, style
@@ -201,10 +202,10 @@ def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
     message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
     shown = lambda x: "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * v for v in x))
     text = [f"# {title}", "", _about(options, f"{len(cells)} policies a budget"), "", f"![{title}](FILE.png)", ""]
-    text += markdown.table(
+    text += Table(
         ("variance explained, %", *(f"{100 * b:.4g} %" for b in options.budget)),
         [(name, *(shown(of[name]) for of in found)) for name in names],
-    )
+    ).markdown()
     for axis, factor in enumerate(FACTORS):
         levels = [*dict.fromkeys(cell[axis] for cell in cells)]
         rows = []
@@ -212,7 +213,7 @@ def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
             of = _logs(kl[[cell[axis] == level for cell in cells]]).mean(0)
             rows.append((level, *("{:.3f} [{:.3f}, {:.3f}]".format(*np.exp(stats.mean(x.tolist()))) for x in of)))
         text += ["", f"Divergence in nats by {factor}, over all of the others:", ""]
-        text += markdown.table((factor, *(f"{100 * b:.4g} %" for b in options.budget)), rows)
+        text += Table((factor, *(f"{100 * b:.4g} %" for b in options.budget)), rows).markdown()
     return [*text, ""], figure
 
 
@@ -247,8 +248,8 @@ def to_hindsight(options: Findings, kl: Divergences) -> tuple[list[str], Figure]
         (b, names[i], names[j], "{:.2f} [{:.2f}, {:.2f}]".format(*r))
         for b, i, j, r in zip(head, best, oracle, ratios, strict=True)
     ]
-    text += markdown.table(("at", "best method", "best in hindsight", "times its divergence"), cells)
-    text += ["", "Divergence in nats:", "", *markdown.table(("policy", *head), rows), ""]
+    text += Table(("at", "best method", "best in hindsight", "times its divergence"), cells).markdown()
+    text += ["", "Divergence in nats:", "", *Table(("policy", *head), rows).markdown(), ""]
     return text, figure
 
 

@@ -33,9 +33,10 @@ from kvjax import Policy, methods, models
 from kvjax.configs.experiment import Experiment, check_distinct, check_whole, label
 from kvjax.experiments import run as job
 from kvjax.experiments.board import PARTS, Board, Part, judged
-from kvjax.experiments.core import markdown, stats
+from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.setup import build, find_builders, text_digest
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.papers.methods import METHODS
@@ -276,7 +277,7 @@ def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
         yield from ("", f"## {title}", "")
         of_paper = [row for row in rows if row[0].paper == paper]
         cells = [(r[0].says, r[0].where, r[1], _measured(r), r[5], shown(r), word(r)) for r in of_paper]
-        yield from markdown.table(("claim", "where", "model", "measured by", "means", "difference", "word"), cells)
+        yield from Table(("claim", "where", "model", "measured by", "means", "difference", "word"), cells).markdown()
     yield ""
 
 

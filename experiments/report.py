@@ -43,19 +43,19 @@ def write(directories: Sequence[pathlib.Path], output: pathlib.Path, command: st
     Raises:
       ValueError: a directory that does not exist, none with a finished run, or a file in the way that is no report.
     """
-    from kvjax.experiments.core import page, page_markdown, pictures, sources, table
+    from kvjax.experiments.core import pictures, report_markdown, sources, table, views
 
     for path in (output / _PAGE, output / _TEXT):
         check_output(path)
-        if path.exists() and page.MARK.encode() not in path.read_bytes()[:1000]:
+        if path.exists() and views.MARK.encode() not in path.read_bytes()[:1000]:
             raise ValueError(f"{path} is there and was not made by experiments/report.py; choose another --output")
     found = sources.read(directories, output)
     numbers = table.with_given(table.numbers(found.lines), found.numbers)
-    shown = page.views(numbers, found)
+    shown = views.views(numbers, found)
     figures = [pictures.drawn(view, found) for view in shown]
     named = pictures.files(figures[0]) if len(figures) == 1 else {}
     embedded = [{k: [(t, pictures.embedded(f)) for t, f in each] for k, each in of.items()} for of in figures]
-    html = page.html(shown, embedded, found, output, command, samples)
+    html = views.html(shown, embedded, found, output, command, samples)
     with alone_in(output):
         for path, why in found.skipped:
             print(f"skipped {path}: {why}", file=sys.stderr)
@@ -64,7 +64,7 @@ def write(directories: Sequence[pathlib.Path], output: pathlib.Path, command: st
                 write_figure(output / f"{name}.png", named[name], dpi=150 if len(named[name].axes) == 1 else 100)
             else:
                 (output / f"{name}.png").unlink(missing_ok=True)
-        write_bytes(output / _TEXT, page_markdown.text(shown, found, output, command).encode())
+        write_bytes(output / _TEXT, report_markdown.text(shown, found, output, command).encode())
         write_bytes(output / _NUMBERS, numbers.assign(runs=numbers["runs"].map(", ".join)).to_csv(index=False).encode())
         write_bytes(output / _PAGE, html.encode())
     return numbers

@@ -28,7 +28,7 @@ import tyro
 from kvjax.experiments import figures
 from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
-from kvjax.experiments.core.markdown import plain
+from kvjax.experiments.core.page import plain
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.papers import ledger, numbers, reduced, rows, tables

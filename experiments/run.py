@@ -368,7 +368,7 @@ def _run_together(same: Sequence[_Engine], batch_size: int, todo: "_Todo", bar: 
 
 def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
     """Writes the page of a run. Returns what the screen says of it."""
-    from kvjax.experiments.core import page  # imports pandas, which takes longer than --help should
+    from kvjax.experiments.core import views  # imports pandas, which takes longer than --help should
 
     files = {"page": directory / "report.html", "records": directory / "samples.jsonl"}
     if not files["records"].exists():  # a shard without examples
@@ -376,7 +376,7 @@ def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
     numbers = report.write([directory], directory, f"python {shlex.join(command[1:])}").to_dict("records")
     picture = next((path for path in map(directory.joinpath, _PICTURES) if path.exists()), None)
     files = {**({} if picture is None else {"picture": picture}), **files}
-    return screen(numbers, page.AVERAGE, files, page.whole(numbers), page.kept_whole(numbers))
+    return screen(numbers, views.AVERAGE, files, views.whole(numbers), views.kept_whole(numbers))
 
 
 def main(argv: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from kvjax import methods
 from kvjax.experiments import findings
 from kvjax.experiments.bench.peers.report import short
-from kvjax.experiments.core import page, page_markdown, sources, table
+from kvjax.experiments.core import report_markdown, sources, table, views
 from tests.kept import SMOLLM2
 from tests.runs import ROOT
 
@@ -48,7 +48,7 @@ def main_job():
         found = sources.read([run])
     numbers = table.numbers(found.lines)
     assert len(found.lines) == 9 * 5 * 48
-    text = page_markdown.text(page.views(numbers, found), found, STORED, "")
+    text = report_markdown.text(views.views(numbers, found), found, STORED, "")
     assert text.partition("## Runs")[0].strip() == (STORED / "main_job" / "report.md").read_text().strip()
     names = {"full": "full cache", "snapkv": "SnapKV", "ada_snapkv": "Ada-SnapKV", "streaming_llm": "StreamingLLM"}
     by_task = {task: own.to_dict("records") for task, own in numbers.groupby("task")}

@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 
 from kvjax.experiments import report
-from kvjax.experiments.core import markdown, page, pictures, sources, table
+from kvjax.experiments.core import page as pages
+from kvjax.experiments.core import pictures, sources, table, views
 from tests.made_runs import make_lm_eval, make_paper, make_run
 
 
@@ -235,8 +236,8 @@ def undrawn(monkeypatch):
 
 def test_names_are_no_markup():
     name = r"<img src=x>|\\<b> [a](b) *c* d_e _f_"
-    assert markdown.escaped(name) == r"\<img src=x\>\|\\\\\<b\> \[a\](b) \*c\* d_e \_f\_"
-    assert markdown.table(["a|b"], [["<i>\nx"]]) == [r"| a\|b |", "|---|", r"| \<i> x |"]
+    assert pages.escaped(name) == r"\<img src=x\>\|\\\\\<b\> \[a\](b) \*c\* d_e \_f\_"
+    assert pages.Table(["a|b"], [["<i>\nx"]]).markdown() == [r"| a\|b |", "|---|", r"| \<i> x |"]
 
 
 IMPOSSIBLE = {  # where it stands, and what
@@ -288,8 +289,8 @@ def test_prompts_that_were_kept_whole_are_named(tmp_path):
     run = make_run(tmp_path / "run", ["window"], ("1.5", "0.5", "T=1"), tasks=("mine",), rows=2)
     found = sources.read([run])
     report.write([run], tmp_path / "page", "")
-    (view,) = page.views(table.numbers(found.lines), found)
-    assert page.whole(view.numbers).startswith(
+    (view,) = views.views(table.numbers(found.lines), found)
+    assert views.whole(view.numbers).startswith(
         "Prompts of which every token was kept, as with the full cache: window at 1.5 (2 of 2). "
     )
     for name in ("report.md", "report.html"):  # in its own row

@@ -29,9 +29,9 @@ from kvjax.contract import Layout
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.bench.speed import RANDOM
-from kvjax.experiments.core import markdown
 from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.core.locks import Locked
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info
 from kvjax.methods import variants
 from kvjax.models.written import write_bytes
@@ -154,7 +154,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
         cells += [f"{share:.1%}", shown(prefill["predicted"]), shown(compiled) if compiled else ""]
         cells += [shown(prefill["measured"]), ratio, shown(step["compiled"]), shown(step["measured"])]
         lines.append(cells)
-    return "\n".join(markdown.table(head, lines)) + "\n"
+    return "\n".join(Table(head, lines).markdown()) + "\n"
 
 
 def bench(

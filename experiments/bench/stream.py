@@ -30,9 +30,9 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
-from kvjax.experiments.core import markdown
 from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info
 from kvjax.models.written import write_bytes
 
@@ -117,7 +117,7 @@ def table(rows: dict[str, Any]) -> str:
         for which in ("ratio", "processor_ratio"):
             cells += pad([f"{mark[which]:.3f}" for mark in row["marks"][1:]], len(marks) - 1)
         lines.append([name, *cells, shown(max(0, row["growth"]))])
-    return "\n".join(markdown.table(heads, lines)) + "\n"
+    return "\n".join(Table(heads, lines).markdown()) + "\n"
 
 
 def figure(rows: dict[str, Any]) -> Any:

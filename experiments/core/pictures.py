@@ -11,7 +11,7 @@ import pandas as pd
 
 import kvjax
 from kvjax.analysis import Interval
-from kvjax.experiments.core import page, table
+from kvjax.experiments.core import table, views
 from kvjax.experiments.core.records import load_kept
 from kvjax.experiments.core.sources import Found, Run
 from kvjax.experiments.core.table import has_budget, is_full
@@ -24,7 +24,7 @@ PICTURES: Final = ("score_against_budget", "perplexity_against_budget", "depth_a
 """The figures that are files of their own."""
 
 
-def curve(numbers: Sequence[page.Number]) -> Any:
+def curve(numbers: Sequence[views.Number]) -> Any:
     """The numbers of one task against budgets, or against live tokens where there are none; None without any place."""
     scale = 100 if numbers[0]["kind"] == "score" else 1
     at = lambda c: Interval(*(scale * (math.nan if c[k] is None else c[k]) for k in ("value", "low", "high")))
@@ -47,7 +47,7 @@ def curve(numbers: Sequence[page.Number]) -> Any:
     return figure
 
 
-def depths(view: page.View, task: str) -> Any:
+def depths(view: views.View, task: str) -> Any:
     """Scores by depth and length, a map a policy, the largest budgets first; None where rows have not several of both.
 
     Depths are joined to bands until three rows are in a cell on average.
@@ -67,7 +67,7 @@ def depths(view: page.View, task: str) -> Any:
 
 
 def _policy(name: str, at: str) -> str:
-    return "full cache" if (name, at) == ("full", "1.0") else f"{name} {page.budget(at)}"
+    return "full cache" if (name, at) == ("full", "1.0") else f"{name} {views.budget(at)}"
 
 
 def prominence(task: str, prompt_tokens: float) -> tuple[bool, float]:
@@ -89,13 +89,13 @@ def kept(run: Run, lines: pd.DataFrame) -> Any:
     return kvjax.plot.kept_positions(named, length=int(shown["prompt_tokens"]), markers=markers) if named else None
 
 
-def drawn(view: page.View, found: Found) -> Figures:
+def drawn(view: views.View, found: Found) -> Figures:
     """(title, figure) of a setting's curves, maps and kept positions."""
     of = {task: [c for c in view.numbers if c["task"] == task] for task in view.tasks}
     here = [run for run in found.runs if run.name in {*view.rows["run"]}]
     made = {
-        "curves": [(page.words(task), curve(numbers)) for task, numbers in of.items()],
-        "maps": [(page.words(task), depths(view, task)) for task in view.tasks],
+        "curves": [(views.words(task), curve(numbers)) for task, numbers in of.items()],
+        "maps": [(views.words(task), depths(view, task)) for task in view.tasks],
         "kept": [(run.name, kept(run, found.lines)) for run in here],
     }
     return {kind: [(title, figure) for title, figure in pairs if figure is not None] for kind, pairs in made.items()}
@@ -105,7 +105,7 @@ def files(figures: Figures) -> dict[str, Any]:
     """The figures of one setting that are files of their own, by their names."""
     curves, maps, needles = (dict(figures[kind]) for kind in ("curves", "maps", "kept"))
     scores = {title: figure for title, figure in curves.items() if title != "perplexity"}
-    needle = next((maps[page.words(task)] for task in NEEDLES if page.words(task) in maps), None)
+    needle = next((maps[views.words(task)] for task in NEEDLES if views.words(task) in maps), None)
     values = next(iter(scores.values()), None), curves.get("perplexity"), needle, next(iter(needles.values()), None)
     return {name: figure for name, figure in zip(PICTURES, values, strict=True) if figure is not None}
 

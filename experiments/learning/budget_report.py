@@ -12,7 +12,7 @@ from kvjax.analysis import Interval
 from kvjax.analysis.hindsight import Across
 from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import write_figure, write_json
-from kvjax.experiments.core.markdown import table
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.records import read_manifest
 from kvjax.models.written import write_bytes
 
@@ -124,17 +124,17 @@ def markdown(summary: dict[str, Any], title: str, tables: dict[str, Any]) -> str
             "much less of it the best mask in hindsight loses. That mask, of the same total, knows those rows: no mask",
             "loses less attention. It makes losses of attention least, not those of outputs, and is no bound of these.",
             "",
-            *table([*head, "attention lost", "regret", "loss by layer", "live tokens a prompt"], rows),
+            *Table([*head, "attention lost", "regret", "loss by layer", "live tokens a prompt"], rows).markdown(),
             "",
             "Theorem 4 of Ada-KV, where both keep the best by the future rows' attention: layers of prompts on which",
             "the adaptive bound is at most the uniform one, ratio of the mean bounds, and the largest excess.",
             "",
-            *table(["budget", "holds", "ratio", "largest excess"], theorem),
+            *Table(["budget", "holds", "ratio", "largest excess"], theorem).markdown(),
             "",
             "What each head gets, relative to the average (layers separated by slashes), and how far the total of any",
             "prompt was from its budget at any step of learning, relative to it.",
             "",
-            *table(["budget", "shares", "total off by"], learned),
+            *Table(["budget", "shares", "total off by"], learned).markdown(),
             "",
         ]
     )

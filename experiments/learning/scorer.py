@@ -34,7 +34,7 @@ from kvjax.contract import FrozenArrays
 from kvjax.decide.select import best
 from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import write_json
-from kvjax.experiments.core.markdown import table
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.learning.budget import losses_of
 from kvjax.experiments.learning.future_rows import RankedReading, Reader, examples, measured_keys
@@ -210,7 +210,7 @@ def write(directory: pathlib.Path, name: str, samples: Sequence[dict[str, Any]],
             "Exact eviction loss on held-out prompts in percent, with 95 % Student-t intervals over prompts; the loss",
             "that is less than SnapKV's is the mean of paired differences. Budgets are uniform.",
             "",
-            *table(head, lines),
+            *Table(head, lines).markdown(),
             "",
         ]
     )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvjax.configs.experiment import label
 from kvjax.experiments.core.command import write_json
-from kvjax.experiments.core.markdown import table
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.papers.tables import ENTRIES, MODELS, Entry
 from kvjax.models.written import write_bytes
 
@@ -82,10 +82,10 @@ def markdown(ledger: Mapping[str, list[dict[str, Any]]]) -> str:
         "python experiments/reproduce.py ada-kv/table2 --model DIR --data DIR --dry-run",
         "```",
         "",
-        *table(
+        *Table(
             ("entry", "shows", "numbers in the text", "status"),
             [(e.name, e.shows, str(e.published or "-"), status(e, ledger)) for e in ENTRIES.values()],
-        ),
+        ).markdown(),
         "",
         "## Runs",
         "",
@@ -131,7 +131,7 @@ def _methods(entry: Entry) -> list[str]:
         for name, m in entry.methods.items()
         if name in {r.method for r in entry.rows}
     ]
-    return table(("method", "policy", "blocks", "open"), rows)
+    return Table(("method", "policy", "blocks", "open"), rows).markdown()
 
 
 def _table(entry: Entry) -> list[str]:
@@ -140,4 +140,4 @@ def _table(entry: Entry) -> list[str]:
     rows = [
         (MODELS[r.model].title, entry.methods[r.method].title, budget(r), *map(shown, r.values)) for r in entry.rows
     ]
-    return table(("model", "method", "budget", *(c.title for c in entry.columns)), rows)
+    return Table(("model", "method", "budget", *(c.title for c in entry.columns)), rows).markdown()

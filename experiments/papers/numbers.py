@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.analysis import Interval
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import metrics, stats
-from kvjax.experiments.core.markdown import plain
+from kvjax.experiments.core.page import plain
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.reduced import MEASURED, NO_SCORES, Choice

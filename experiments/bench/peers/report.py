@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvjax.experiments.bench.peers.checkpoints import MODELS
-from kvjax.experiments.core.markdown import table as markdown_table
+from kvjax.experiments.core.page import Table
 from kvjax.plot.style import COLOURS
 
 Entry = dict[str, Any]
@@ -47,7 +47,7 @@ def short(table: dict[str, Any]) -> str:
 
     named = [{row["name"]: row for row in rows} for rows in models.values()]
     lines = [[line, *(cell(rows, names) for rows in named)] for line, names in _SHORT.items()]
-    return "\n".join(markdown_table(["", *(_TITLES.get(x, x) for x in models)], lines)) + "\n"
+    return "\n".join(Table(["", *(_TITLES.get(x, x) for x in models)], lines).markdown()) + "\n"
 
 
 def markdown(table: dict[str, Any]) -> str:
@@ -65,7 +65,7 @@ def markdown(table: dict[str, Any]) -> str:
     ]
     for model, rows in by_model(table).items():
         head = ["row", "kvjax", "beside", "ratio [quartiles], rounds", "goal", "met"]
-        lines += [f"## {_TITLES.get(model, model)}", "", *markdown_table(head, [_cells(row) for row in rows]), ""]
+        lines += [f"## {_TITLES.get(model, model)}", "", *Table(head, [_cells(row) for row in rows]).markdown(), ""]
     return "\n".join(lines)
 
 

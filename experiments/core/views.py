@@ -1,0 +1,320 @@
+"""What a page of results shows: of every setting tables, pictures, and what each number was made from."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import jinja2
+import pandas as pd
+
+from kvjax.configs.experiment import label
+from kvjax.experiments.core import table
+from kvjax.experiments.core.sources import Found
+from kvjax.experiments.core.table import AVERAGE, NUMBER, has_budget, is_full
+
+MARK: Final = "kvjax experiments/report.py"
+"""What a page says of who made it, and what shows that it may be replaced."""
+COSTS: Final = (
+    "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt. Bytes needed "
+    "leave out what slots are rounded up by. Prefill time is for one sequence of a batch, and known where policies "
+    "read them by themselves (--reads each); decode speed is for the whole batch. Both are medians over batches, with "
+    "intervals between order statistics that hold the median in 95 %; of fewer than 6 batches the smallest and the "
+    "largest stand there. Peaks are what compiled programs take for one batch: arguments (with parameters), results, "
+    "temporaries."
+)
+
+Number = dict[str, Any]
+_VERDICTS = {"better": "▲ better", "worse": "▼ worse", "undecided": "undecided"}
+_SAMPLE_BYTES = 600_000  # of samples that are within the page, about
+_LONGEST = 200  # letters of an output
+
+
+@dataclasses.dataclass
+class View:
+    """One setting.
+
+    Attributes:
+      name: model, protocol, and what else tells it from other settings.
+      tasks: columns, the average first.
+      lines: (method, budget, number by task), the full cache first, then the largest budget, then the best.
+      rows: its examples.
+    """
+
+    name: str
+    tasks: list[str]
+    lines: list[tuple[str, str, dict[str, Number]]]
+    rows: pd.DataFrame
+
+    @property
+    def numbers(self) -> list[Number]:
+        """All numbers, by task."""
+        return [of[task] for task in self.tasks for _, _, of in self.lines if task in of]
+
+    @property
+    def compared(self) -> list[Number]:
+        """Those that stand beside the full cache on the same rows."""
+        return [c for c in self.numbers if c.get("verdict") is not None]
+
+    @property
+    def measured(self) -> list[Number]:
+        """Those whose cost is known, but averages."""
+        return [c for c in self.numbers if c.get("slots") is not None and c["task"] != AVERAGE]
+
+    @property
+    def average(self) -> str:
+        """What averages are over, and by which metrics."""
+        found = next((c for c in self.numbers if c["task"] == AVERAGE), None)
+        if found is None:
+            return ""
+        by = f", which are scored by different metrics: {found['metrics']}" if "," in found["metrics"] else ""
+        return f"The average is over {words(found['parts'])}{by}."
+
+
+def kept_whole(numbers: Sequence[Mapping[Any, Any]]) -> dict[tuple[str, str], str]:
+    """Of how many prompts every token was kept, such as "2 of 8", by method and budget, where that is any."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    for c in numbers:
+        known = c.get("kept_whole") is not None and c["kept_whole"] == c["kept_whole"]
+        if known and c["task"] != AVERAGE and has_budget(c["budget"]) and not is_full(c["method"]):
+            kept, of = counts.setdefault((c["method"], c["budget"]), [0, 0])
+            counts[c["method"], c["budget"]] = [kept + int(c["kept_whole"]), of + c["n"]]
+    return {name: f"{kept} of {of}" for name, (kept, of) in counts.items() if kept}
+
+
+def whole(numbers: Sequence[Mapping[Any, Any]]) -> str:
+    """Which budgets are none for some prompts, so that scores under them are the full cache's."""
+    named = [f"{m} at {b} ({kept})" for (m, b), kept in kept_whole(numbers).items()]
+    if not named:
+        return ""
+    return (
+        f"Prompts of which every token was kept, as with the full cache: {', '.join(named)}. The budget is larger, "
+        "or less than what the policy must keep of so short a prompt (its window), or it evicts later."
+    )
+
+
+def views(numbers: pd.DataFrame, found: Found) -> list[View]:
+    """The settings in the order in which they were found; numbers know the `best` of a budget, and their `anchor`."""
+    made, settings = [], [json.loads(s) for s in numbers["setting"].unique()]
+    place, quality = numbers.get("place"), numbers["value"].where(numbers["kind"] != "nll", -numbers["value"])
+    other = ~numbers["method"].map(is_full) & (numbers["kind"] != "given")
+    of = quality.where(other).groupby([numbers[c] for c in ("setting", "budget", "task")])
+    best = (quality == of.transform("max")) & (of.transform("min") < of.transform("max")) & other
+    ranked = numbers.assign(best=best, quality=quality, anchor=[f"c{i}" for i in range(len(numbers))], place=place)
+    for setting, own in ranked.groupby("setting", sort=False):
+        tasks = sorted(own["task"].unique(), key=lambda task: task != AVERAGE)
+        of_policy: dict[tuple[str, str], dict[str, Number]] = {}
+        for c in sorted(table.records(own), key=lambda c: c["task"] != AVERAGE):
+            known = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in c.items()}
+            of_policy.setdefault((c["method"], c["budget"]), {})[c["task"]] = known
+        lines = [(m, b, of) for (m, b), of in sorted(of_policy.items(), key=lambda item: _rank(item[1]))]
+        rows = table.examples(found.lines[found.lines["setting"] == setting])
+        made.append(View(_name(json.loads(str(setting)), settings), tasks, lines, rows))
+    return made
+
+
+def _rank(of: dict[str, Number]) -> tuple[bool, float, float]:
+    """The full cache, then the largest budget, then the best number."""
+    first = of.get(AVERAGE) or next(iter(of.values()))
+    return not is_full(first["method"]), -(first["place"] or 0.0), -first["quality"]
+
+
+def _name(setting: dict[str, str], settings: Sequence[dict[str, str]]) -> str:
+    """Model, protocol, and the details in which a setting differs from others of the same two."""
+    alike = [s for s in settings if all(s[k] == setting[k] for k in ("model", "protocol"))]
+    keys = dict.fromkeys(k for s in alike for k in s)
+    differing = [k for k in keys if k in setting and len({s.get(k) for s in alike}) > 1]
+    return ", ".join([setting["model"], _protocol(setting), *(f"{words(k)} {setting[k]}" for k in differing)])
+
+
+def _protocol(setting: dict[str, str]) -> str:
+    known = {"in_prompt": "question in the prompt", "after_compression": "question after compression"}
+    return known.get(setting["protocol"], words(setting["protocol"]))
+
+
+def options(found: Found) -> list[str]:
+    """The methods whose options are not all the defaults of `kvjax.methods`, as they would be called."""
+    return list(dict.fromkeys(f"{m}({given})" for run in found.runs for m, given in run.options.items()))
+
+
+# --- how numbers are written ---
+
+
+def value(c: Number, name: str = "value") -> str:
+    """A score in percent, a perplexity, or a number as it was given; or an end of its interval."""
+    if c["kind"] == "score":
+        return f"{100 * c[name]:.1f}"
+    return f"{c[name]:.2f}" if c["kind"] == "nll" and c[name] < 10_000 else f"{c[name]:.4g}"
+
+
+def interval(c: Number) -> str:
+    """The ends of its interval; nothing where there is none."""
+    known = all(c[end] is not None and math.isfinite(c[end]) for end in ("low", "high"))
+    return f"[{value(c, 'low')}, {value(c, 'high')}]" if known else ""
+
+
+def difference(c: Number) -> str:
+    """Beside the full cache: points of a score, or the ratio of perplexities; with its interval."""
+    if c.get("difference") is None:
+        return ""
+    found: list[float] = [c[name] for name in ("difference", "difference_low", "difference_high")]
+    if c["kind"] == "nll":  # the baseline's negative log-likelihood less the method's
+        mean, high, low = (math.exp(-x) if x > -700 else math.inf for x in found)
+        return f"\N{MULTIPLICATION SIGN}{mean:.3f} [{low:.3f}, {high:.3f}]"
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in found))
+
+
+def live(c: Number, kept: Mapping[tuple[str, str], str]) -> str:
+    """Live tokens as a share of the prompt, and how many prompts were kept whole, of `kept_whole`."""
+    said = kept.get((c["method"], c["budget"]))
+    return percent(c, "live") + (f" ({said} prompts kept whole)" if said else "")
+
+
+def percent(c: Number, name: str) -> str:
+    """A measure in percent with its interval, as far as they are known."""
+    if c.get(name) is None:
+        return ""
+    ends = [f"{100 * c[name + end]:.1f}" for end in ("_low", "_high")] if c.get(f"{name}_low") is not None else []
+    return f"{100 * c[name]:.1f}" + (f" [{', '.join(ends)}]" if ends else " %")
+
+
+def timed(c: Number, name: str, scale: float = 1, digits: int = 0) -> str:
+    """A median over batches with its interval, which one batch has not."""
+    if c.get(name) is None:
+        return ""
+    shown, low, high = (f"{scale * c[name + end]:,.{digits}f}" for end in ("", "_low", "_high"))
+    return shown + (f" [{low}, {high}] of {c['timed_batches']:.0f}" if c["timed_batches"] > 1 else " (one batch)")
+
+
+def size(c: Number, name: str, unit: int) -> str:
+    """Bytes in a unit."""
+    return "" if c.get(name) is None else f"{c[name] / unit:,.{1 if unit > 1024 else 0}f}"
+
+
+def probability(c: Number) -> str:
+    """A p-value."""
+    return "< 0.001" if c["p"] < 0.001 else f"{c['p']:.3f}"
+
+
+def budget(name: str) -> str:
+    """A label of a budget in words."""
+    if not has_budget(name):
+        return name
+    return f"{100 * float(name):.4g} %" if "." in name else f"{int(name):,} tokens"
+
+
+def method(name: str) -> str:
+    """A method's name."""
+    return "full cache" if name == "full" else name
+
+
+def words(name: str) -> str:
+    """A name without underscores."""
+    return name.replace("_", " ")
+
+
+# --- the page ---
+
+
+def html(
+    shown: Sequence[View],
+    pictures: Sequence[dict[str, list[tuple[str, str]]]],
+    found: Found,
+    output: pathlib.Path,
+    command: str,
+    most: int,
+) -> str:
+    """The page.
+
+    Args:
+      shown: the settings.
+      pictures: (title, address) of what is drawn of each, by its kind.
+      found: where numbers are from.
+      output: where the page will be, which its links start from.
+      command: what made it.
+      most: lines of every number that are within the page, at most; the others are linked.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent), autoescape=True, trim_blocks=True,
+        undefined=jinja2.StrictUndefined, lstrip_blocks=True,
+    )  # fmt: skip
+    filters = (value, interval, difference, live, percent, timed, size, probability, budget, method)
+    environment.filters |= {f.__name__: f for f in filters} | {"words": words}
+    count = sum(len(view.numbers) for view in shown)
+    fitting = max(0, min(most, _SAMPLE_BYTES // (300 * max(count, 1))))
+    of = found.lines.groupby([*NUMBER], sort=False)
+    where: dict[Any, dict[str, str]] = {}
+    for (*key, run), numbers in found.lines.groupby([*NUMBER, "run"], sort=False)["line"]:
+        where.setdefault(tuple(key), {})[run] = _ranges(numbers.tolist())
+    samples: dict[Any, list[dict[str, Any]]] = {}
+    for line in table.records(of.head(fitting)):
+        samples.setdefault(tuple(line[k] for k in NUMBER), []).append(_sample(line))
+    policies = found.lines.groupby(["setting", "method", "budget"])["policy"].first().to_dict()
+    return environment.get_template("page.html.jinja").render(
+        mark=MARK, command=command, views=[*zip(shown, pictures, strict=True)], found=found, options=options(found),
+        runs={run.name: run for run in found.runs}, papers=[*map(_paper, found.papers)], policy=policies, where=where,
+        samples=samples, key=lambda c: tuple(c[k] for k in NUMBER), link=lambda path: link(path, output),
+        verdicts=_VERDICTS, costs=COSTS, alike=table.ALIKE, average=AVERAGE, is_full=is_full, whole=whole,
+        kept_whole=kept_whole,
+    )  # fmt: skip
+
+
+def link(path: pathlib.Path, directory: pathlib.Path) -> str:
+    """A relative address of a path for a page in a directory."""
+    relative = os.path.relpath(path.resolve(), directory.resolve())
+    return urllib.parse.quote(pathlib.PurePath(relative).as_posix())
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Whole numbers as text: "1-3, 7"."""
+    ordered = sorted(set(numbers))
+    runs = [[n for _, n in group] for _, group in itertools.groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _sample(line: dict[str, Any]) -> dict[str, Any]:
+    """A line as it is shown: its number, value, where it asks, and the output beside the references."""
+    known = {k: line[k] for k in ("doc", "depth", "length", "prompt_tokens") if isinstance(line.get(k), int | float)}
+    scored = not math.isnan(line["score"])
+    return {
+        "number": line["line"],
+        "value": f"{100 * line['score']:.0f} %" if scored else f"{line['nll']:.3f} nats",
+        "meta": ", ".join(f"{words(k)} {v:.4g}" for k, v in known.items() if not math.isnan(v)),
+        "output": _cut(line["output"]) if isinstance(line["output"], str) else None,
+        "references": _cut(line["references"]),
+    }
+
+
+def _cut(found: Any) -> str:
+    """Text in one line, cut where it is long."""
+    texts = found if isinstance(found, list | tuple) else [found] if isinstance(found, str) else []
+    text = " ".join(" | ".join(map(str, texts)).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def _paper(paper: tuple[pathlib.Path, dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of a paper's table, ours and theirs, as methods by columns."""
+    directory, content = paper
+    needed = {"method", "budget", "column", "ours"}
+    numbers = [n for n in content["numbers"] if isinstance(n, dict) and needed <= set(n)]
+    titles = list(dict.fromkeys(n["column"] for n in numbers))
+    by_key = {(n["method"], n["budget"], n["column"]): n for n in numbers}
+    text = lambda x: f"{x:.4g}" if isinstance(x, int | float) and math.isfinite(x) else ""
+
+    def cell(n: dict[str, Any] | None) -> str:
+        if n is None:
+            return ""
+        low, high, theirs = (text(n.get(k)) for k in ("low", "high", "theirs"))
+        ends = f" [{low}, {high}]" if low and high and low != high else ""
+        return (text(n["ours"]) or "-") + ends + (f" ({theirs})" if theirs else "")
+
+    lines = [
+        (m, "" if b is None else budget(label(b)), [cell(by_key.get((m, b, t))) for t in titles])
+        for m, b in dict.fromkeys((n["method"], n["budget"]) for n in numbers)
+    ]
+    return {"directory": directory, "content": content, "titles": titles, "lines": lines}
