@@ -156,6 +156,9 @@ class Setup:
       reads: "once" reads prompts once for all policies, each of which then evicts from the same full cache, as far as
         that is what it keeps by itself: without `block` or several devices, and unless it has prompts read again.
         "each" reads them for every policy, whose own time and memory of prefill are then measured.
+      slots: "own" gives a policy the slots that its budget needs. "shared" lets policies that differ in budgets alone
+        run in the slots of the largest, so that they share programs, and compiling takes less; decode speed and peaks
+        are then those of the largest budget, and left out of the others' lines.
       batch_size: prompts that run together.
       seed: of examples and of every random draw. With several, each task has its examples anew for each of them, and
         data their rows with other draws; they are pooled, rows that share a context counting as one in intervals.
@@ -181,6 +184,7 @@ class Setup:
     baseline_budget: Budget | None = None
     block: int | None = None
     reads: Literal["once", "each"] = "once"
+    slots: Literal["own", "shared"] = "own"
     batch_size: int = 16
     seed: int | tuple[int, ...] = 0
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"

@@ -34,14 +34,14 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax import configs, models
 from kvjax.configs.experiment import Experiment, Made, Setup, changed, check_distinct, check_whole, with_params
-from kvjax.experiments import run as job
-from kvjax.experiments.core import metrics, stats
+from kvjax.experiments.core import job, metrics, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Shape, shapes
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.setup import build, find_builders, read_text
 from kvjax.experiments.papers.base import canvas, message, style
+from kvjax.experiments.run import config_of
 from kvjax.experiments.tasks.base import Protocol
 from kvjax.models.embedded import INCLUDED
 from kvjax.models.sources import locate
@@ -137,7 +137,7 @@ class Board:
         for name in self.metrics:
             metrics.find(name)
         for own in self.policy:
-            job.config_of(own)
+            config_of(own)
         if self.text is not None:
             read_text(self.text)
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):
@@ -170,6 +170,7 @@ class Board:
             answer=part.answer,
             protocol=part.protocol,
             baselines=(),
+            slots="shared",
             batch_size=self.batch_size,
             seed=self.seed,
             dtype=self.dtype,
@@ -214,7 +215,7 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
     protect = lambda p: p if board.protect is None else kvjax.protect(p, sinks=first, recent=last)
     guard = lambda made: changed(made, protect)
     beside = []
-    for name, get_config in [job.config_of(own)] if own else map(configs.find, board.methods or configs.available()):
+    for name, get_config in [config_of(own)] if own else map(configs.find, board.methods or configs.available()):
         try:
             made = get_config(setup=setup)
             policies = tuple((label, guard(policy)) for label, policy in made.policies)

@@ -31,9 +31,8 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax import Policy, methods, models
 from kvjax.configs.experiment import Experiment, check_distinct, check_whole, label
-from kvjax.experiments import run as job
 from kvjax.experiments.board import PARTS, Board, Part, judged
-from kvjax.experiments.core import stats
+from kvjax.experiments.core import job, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.page import Table

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -115,6 +115,15 @@ def make_plan(
     if not isinstance(lengths, jax.core.Tracer) and not 1 <= np.min(lengths, initial=MOST) <= np.max(lengths) <= width:
         raise ValueError(f"lengths={lengths} must lie between 1 and width={width}; give the tokens of each prompt")
     return planned(policy, infos_of(config, policy, width, max_new_tokens), lengths)[0]
+
+
+def sharing(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans with more slots, so that those that differ in slots alone are equal and share programs."""
+    plans, most = [*plans], dict[Plan, tuple[int, ...]]()
+    bare = [dataclasses.replace(plan, capacities=()) for plan in plans]
+    for kind, plan in zip(bare, plans, strict=True):
+        most[kind] = tuple(map(max, most.get(kind, plan.capacities), plan.capacities))
+    return [dataclasses.replace(kind, capacities=most[kind]) for kind in bare]
 
 
 def planned(

@@ -153,10 +153,11 @@ def shared_data():
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """The directory of a finished small run with all tasks and one baseline."""
+    from kvjax.experiments import run
     from tests import runs
 
     directory = tmp_path_factory.mktemp("finished") / "snapkv"
-    runs.run.main(["--config", "snapkv.py", *runs.small(), "--baselines", "random", "--output", str(directory)])
+    run.main(["--config", "snapkv.py", *runs.small(), "--baselines", "random", "--output", str(directory)])
     return directory
 
 

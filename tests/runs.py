@@ -10,8 +10,7 @@ import tempfile
 import numpy as np
 
 from kvjax import models
-from kvjax.experiments import run
-from kvjax.experiments.core import pictures
+from kvjax.experiments.core import job, pictures
 from kvjax.experiments.core.records import read_lines
 from kvjax.models.embedded import EMBEDDED
 
@@ -52,7 +51,7 @@ class Made:
     """An engine that makes its results up from examples and policies, at once."""
 
     def __init__(self, model, params, policy, shape, **options):
-        self.size, self.shape, self.stored = len(repr(policy)), shape, None
+        self.size, self.shape, self.stored, self.at_once = len(repr(policy)), shape, None, options["batch_size"]
 
     def compile(self, full=None):
         pass
@@ -78,7 +77,7 @@ SHORT += ["--tasks", "key_value", "--baselines"]
 
 def make_up(patch, embedded):
     """Runs cost nothing: their results are made up, and no picture is drawn."""
-    patch.setattr(run, "Engine", Made)
+    patch.setattr(job, "Engine", Made)
     patch.setattr(models, "load", lambda *_, **__: embedded[:2])
     patch.setattr(models, "load_tokenizer", lambda *_: embedded[2])
     patch.setattr(pictures, "drawn", lambda *_: {"curves": [], "maps": [], "kept": []})

@@ -16,6 +16,7 @@ import pytest
 
 import kvjax
 from kvjax import methods, models
+from kvjax.experiments import run
 from kvjax.experiments.core import records
 from kvjax.storage import Pool
 from tests import runs
@@ -193,7 +194,7 @@ def test_a_mesh_of_more_devices_than_there_are_is_refused():
 def test_the_main_job_on_a_mesh_scores_what_it_scores_without(tmp_path):
     options = ["--config", "h2o.py", *runs.small(budget=["0.25"], batch_size=["4"]), "--baselines", "random"]
     for name, own in (("one", []), ("mesh", ["--mesh", "data=2,heads=2"])):
-        runs.run.main([*options, *own, "--output", str(tmp_path / name)])
+        run.main([*options, *own, "--output", str(tmp_path / name)])
     one, other = (
         sorted(runs.without_times(runs.samples(tmp_path / name)), key=records.key) for name in ("one", "mesh")
     )

@@ -11,7 +11,7 @@ from kvjax import methods
 from kvjax.configs.experiment import Setup
 from kvjax.contract import Reads
 from kvjax.experiments.core import engine as engines
-from kvjax.experiments.core.engine import Engine, Prompt, prompts_of, read_once, shapes
+from kvjax.experiments.core.engine import Engine, Prompt, prompts_of, read_once, shapes, share_slots
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import Example, Question
 
@@ -65,30 +65,36 @@ class EveryThird(kvjax.Policy):
 
 
 @pytest.mark.slow
-def test_prompts_are_read_once_for_several_policies(shallow, monkeypatch):
-    """Each gives what it gives by itself, in as many readings as full caches may be held; two read again or apart."""
-    policies = [kvjax.Policy(), methods.keyformer(0.5), methods.h2o(6), methods.kvzip(8), EveryThird()]
+def test_prompts_are_read_once_and_programs_shared(shallow, monkeypatch):
+    """Each policy gives what it gives by itself, in as many readings as full caches may be held; one reads apart."""
+    policies = [kvjax.Policy(), methods.keyformer(0.5), EveryThird(), methods.h2o(6), methods.h2o(14)]
+    policies += [methods.kvzip(8), methods.kvzip(4)]
     wanted = [lines(*shallow, EXAMPLES[:2], "after_compression", 1, policy) for policy in policies]
     (shape,) = shapes(prompt for e in EXAMPLES[:2] for prompt in prompts_of(e, "after_compression", seed=3))
     how = {"batch_size": 1, "tokenizer": Letters(), "once": True}
     each = [Engine(*shallow, policy, shape, **how) for policy in policies]
-    assert [engine.stored is None for engine in each] == [False, False, False, True, False]
-    found = [{} for _ in policies]
+    share_slots(each)
+    assert len({*(engine.stored for engine in each)}) == 2  # KVzip's budgets have theirs
+    found, programs = [{} for _ in policies], []
     monkeypatch.setattr(engines, "HELD", 0)
-    for n, (batches, held) in enumerate(read_once([e for e in each if e.stored], [[p] for p in shape.prompts])):
-        for i, engine in enumerate(each):
-            if n == 0:
-                engine.compile(held[0] if engine.stored else None)
-            for (prompt,), full in zip(batches, held, strict=True):
-                (made,), _ = engine.run([prompt], None, full)
-                found[i] |= {(prompt.example.task, prompt.example.index, line["question"]): line for line in made}
-    assert [engine.stored is None for engine in each] == [False, False, False, True, True]
-    assert n == 1
+    for mine in (range(5), range(5, 7)):
+        readings = [*read_once([each[i] for i in mine], [[p] for p in shape.prompts])]
+        assert len(readings) == 2
+        for n, (batches, held) in enumerate(readings):
+            for i in mine:
+                if n == 0:
+                    each[i].compile(held[0])
+                    programs.append(each[i]._go_on)
+                for (prompt,), full in zip(batches, held, strict=True):
+                    (made,), _ = each[i].run([prompt], None, full)
+                    found[i] |= {(prompt.example.task, prompt.example.index, line["question"]): line for line in made}
+    assert [engine.stored is None for engine in each] == [i == 2 for i in range(7)]
+    assert len({*map(id, programs)}) == 5
     for one, own in zip(found, wanted, strict=True):
         assert one.keys() == own.keys()
         for key, line in own.items():
             line |= {"nll": pytest.approx(line["nll"], rel=1e-5)} if "nll" in line else {}
-            without = lambda x: {k: v for k, v in x.items() if "prefill" not in k and "per_second" not in k}
+            without = lambda x: {k: v for k, v in x.items() if "peak" not in k and "second" not in k}
             assert without(one[key]) == without(line)
 
 

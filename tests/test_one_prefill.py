@@ -40,17 +40,17 @@ class Learned(Score):
 
 
 def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
-    """Of every mechanism, in as many passes as there are ways to store the prompt; two read it by themselves."""
+    """Of every mechanism, in a pass for each way to store the prompt or to read it again; one reads by itself."""
     (model, params), c = tiny, tiny[0].config
     cases = {name: table.Case(name) for name in SHARED}
     policies = {name: case.make(case.budget, width=c.embed_dim) for name, case in cases.items()}
-    policies |= {"again": methods.kvzip(8), "hides": EveryThird()}
+    policies |= {"again": methods.kvzip(8), "again at 12": methods.kvzip(12), "hides": EveryThird()}
     passes, forward = [], door.forward
     monkeypatch.setattr(several, "forward", lambda *a, **k: passes.append(0) or forward(*a, **k))
     found = {name: (logits, state) for name, logits, state in prefill_each(model, params, TOKENS, policies, **HOW)}
     assert found.keys() == policies.keys()
-    ways = {several.stored_as(policies[name], c.num_layers) for name in SHARED}
-    assert len(passes) == len(ways) == 2
+    ways = {several.stored_as(policy, c.num_layers) for policy in policies.values()}
+    assert len(passes) == len(ways) == 3
     for name, (logits, state) in found.items():
         wanted, own = prefill(model, params, TOKENS, policy=policies[name], **HOW)
         np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-4, err_msg=name)

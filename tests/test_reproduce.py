@@ -25,10 +25,10 @@ class MadeUp(Engine):
 
     fails_after = None
 
-    def compile(self):
+    def compile(self, full=None):
         pass
 
-    def run(self, prompts, shown=None):
+    def run(self, prompts, shown=None, full=None):
         if MadeUp.fails_after == 0:
             raise KeyboardInterrupt
         MadeUp.fails_after = None if MadeUp.fails_after is None else MadeUp.fails_after - 1

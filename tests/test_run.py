@@ -16,6 +16,7 @@ import pytest
 from kvjax import configs
 from kvjax.configs.experiment import Setup
 from kvjax.experiments import run
+from kvjax.experiments.core import setup
 from kvjax.experiments.core.records import KEY
 from tests.runs import ROOT, SHORT, Made, interrupt, one_layer, samples, small, without_times
 
@@ -214,7 +215,7 @@ def test_a_method_without_budgets(made, tmp_path):
     with pytest.raises(SystemExit, match="error: recovery is empty"):
         run.main(["--config", "fastgen.py", "--recovery", "--output", str(tmp_path / "empty")])
     experiment, _, _ = run.parse(["--config", "snapkv.py", "--baselines", "fastgen"])
-    assert [b for m, b, _ in run.runs_of(experiment) if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
+    assert [b for m, b, _ in setup.runs_of(experiment) if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
 
 
 def test_a_config_of_ones_own(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from kvjax import methods, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.experiments import board, figures, findings, learn, run
+from kvjax.experiments.core import setup
 from kvjax.experiments.tasks import TASKS
 from kvjax.models.embedded import EMBEDDED
 from tests.runs import SHORT, contents, one_layer, small
@@ -20,7 +21,7 @@ from tests.runs import SHORT, contents, one_layer, small
 def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, capsys):
     config = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    baselines = lambda *argv: run.with_baselines(run.parse(["--config", "snapkv.py", *argv])[0]).setup.baselines
+    baselines = lambda *argv: setup.with_baselines(run.parse(["--config", "snapkv.py", *argv])[0]).setup.baselines
     assert baselines() == ("random", "streaming_llm", "h2o", "ada_snapkv")
     assert baselines("--model", str(tmp_path), "--baselines", "streaming_llm") == ("streaming_llm",)
     assert baselines("--baselines", "none") == baselines("--baselines") == ()
@@ -167,9 +168,9 @@ def test_an_experiments_names_tell_its_policies_apart():
     with pytest.raises(ValueError, match=r"'xxx.*xxx' names files; shorten it from 101 to 100 bytes"):
         Experiment("x" * 101, ((8, window),))
     with pytest.raises(ValueError, match=r"full at budget 1\.0 is there twice"):
-        run.runs_of(Experiment("full", ((1.0, window),), Setup(baselines=())))
+        setup.runs_of(Experiment("full", ((1.0, window),), Setup(baselines=())))
     with pytest.raises(ValueError, match="h2o at budget 8 is there twice"):
-        run.runs_of(Experiment("mine", ((8, window),), Setup(baselines=("h2o", "./h2o"))))
+        setup.runs_of(Experiment("mine", ((8, window),), Setup(baselines=("h2o", "./h2o"))))
 
 
 def test_a_default_directory_has_a_name_that_a_disk_takes():
@@ -207,7 +208,7 @@ def test_setup_names_all_tasks():
 
 def test_when_to_compress_is_a_matter_of_the_setup(capsys):
     policies = lambda *argv: {
-        m: p for m, _, p in run.runs_of(run.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
+        m: p for m, _, p in setup.runs_of(setup.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
     }
     h2o = policies("--config", "h2o.py", "--baselines")["h2o"]
     for compress, when in (("prefill", Schedule()), ("decode", Schedule(prefill=False, every=1))):
@@ -215,7 +216,7 @@ def test_when_to_compress_is_a_matter_of_the_setup(capsys):
         assert found["h2o"] == kvjax.when(when, h2o)
         assert found["full"] == methods.full()
     think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
-    assert run.runs_of(run.parse(think)[0])[1][2] == methods.think(0.5)
+    assert setup.runs_of(run.parse(think)[0])[1][2] == methods.think(0.5)
     assert "ada_snapkv" not in found
     assert "ada_snapkv, which --compress decode is not for" in capsys.readouterr().out
 

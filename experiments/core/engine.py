@@ -29,14 +29,14 @@ from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checks import check_block, check_positions, check_request
 from kvjax.drivers.decide import HidesTokens, applied
 from kvjax.drivers.mesh import on_mesh
-from kvjax.drivers.several import Stored, read_whole, reads_again, stored_as
+from kvjax.drivers.several import read_whole, stored_as
 from kvjax.drivers.state import Prompts
 from kvjax.drivers.steps import checked_logits
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Tokens
 from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.plan import own_params
+from kvjax.plan import own_params, sharing
 from kvjax.storage.mesh import DATA, sharding
 
 WORTH: Final = 2**16
@@ -308,12 +308,12 @@ def read_once(engines: Sequence["Engine"], batches: Iterable[Sequence[Prompt]]) 
       Batches, as many as may be held, and what each leaves for the policies to evict from.
     """
     one = engines[0]
-    stored, policies = Stored(one.stored or ()), [engine.policy for engine in engines]
+    policies = [engine.policy for engine in engines]
     batches_held: list[Sequence[Prompt]] = []
     held: list[Full] = []
     for batch in batches:
         tokens, lengths, keys = one.rows(batch)
-        how = {"policies": policies, "stored": stored, "key": keys}
+        how: dict[str, Any] = {"policies": policies, "stored": one.stored, "key": keys}
         held.append(Full(*read_whole(one.model, one.params, Prompts(tokens, lengths), one.shape.planned, **how)))
         batches_held.append(batch)
         if sum(full.num_bytes for full in held) + held[-1].num_bytes > HELD:
@@ -321,6 +321,16 @@ def read_once(engines: Sequence["Engine"], batches: Iterable[Sequence[Prompt]]) 
             batches_held, held = [], []
     if held:
         yield batches_held, held
+
+
+def share_slots(engines: Sequence["Engine"]) -> None:
+    """Lets engines of a shape whose policies differ in budgets alone run in the slots of the largest.
+
+    They share programs, and what they keep is the same.
+    """
+    shared = dict[kvjax.Plan, dict[Any, Any]]()
+    for engine, plan in zip(engines, sharing([engine.plan for engine in engines]), strict=True):
+        engine.run_in, engine.programs = plan, shared.setdefault(plan, {})
 
 
 # --- one policy ---
@@ -333,13 +343,17 @@ class Engine:
 
     Attributes:
       shape: the prompts.
+      at_once: how many of them run together, at most; a batch is filled up with copies of its first one.
       plan: sizes of their caches.
-      stored: how prompts that others read, too, must be stored for it; None if it reads them by itself.
+      run_in: the plan whose slots they run in: that of a larger budget, where programs are shared.
+      programs: what was compiled for a state of some sizes, by these; engines that share slots share them.
+      stored: how prompts that others read, too, must be stored and read for it; None if it reads them by itself.
       cost: what one prompt, or one batch, takes of memory, as lines say it; empty before `compile`. `slots` and
         `kv_bytes` are for one sequence, over all layers and kv heads; `kv_bytes_needed` is without what sizes are
-        rounded up by. `prefill_peak_bytes` and `decode_peak_bytes` are arguments (with parameters), results and
-        temporaries of the compiled programs, for one batch on one device; None where the backend does not say, and
-        where prompts are read by several programs: once for all policies, or again for one.
+        rounded up by. All three are what the policy's own budget needs. `prefill_peak_bytes` and `decode_peak_bytes`
+        are arguments (with parameters), results and temporaries of the compiled programs, for one batch on one device;
+        None where the backend does not say, where prompts are read by several programs (once for all policies, or
+        again for one), and where the program is that of a larger budget.
     """
 
     def __init__(
@@ -370,14 +384,16 @@ class Engine:
         """
         policy, own = with_params(made)
         self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
+        self.at_once = batch_size
         self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
         self.tokenizer, self.block = tokenizer, block
         self.forget()
         self.cost: Line = {}
         self._ends, L = ends_of(model), model.config.num_layers
-        once = once and block is None and mesh is None and not reads_again(policy, L)
-        self.stored = stored_as(policy, L) if once else None
+        stored = stored_as(policy, L)
+        self.stored, self._again = stored if once and block is None and mesh is None else None, bool(stored.again)
         self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)
+        self.run_in = self.plan
         try:
             self._own = own_params(policy, self.plan.infos, own)
         except ValueError as e:
@@ -402,7 +418,7 @@ class Engine:
           full: what a batch of the shape leaves that was read once for several policies, if `run` gets such.
         """
         B, shape, mesh = self.batch_size, self.shape, self.mesh
-        how = {"policy": self.policy, "plan": self.plan, "block": self.block, "mesh": mesh}
+        how = {"policy": self.policy, "plan": self.run_in, "block": self.block, "mesh": mesh}
         rows = lambda x: None if mesh is None else sharding(x, mesh, (DATA,))
         placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows(x))
         ints = lambda *size: placed(jax.ShapeDtypeStruct(size, jnp.int32))
@@ -412,7 +428,7 @@ class Engine:
                 found = self._evicted(full)
             except HidesTokens:  # rows of its prompt read less than is stored
                 self.stored = None
-        if found is None and reads_again(self.policy, self.model.config.num_layers):
+        if found is None and self._again:
             self._read = functools.partial(_read_prompts, self.model, **how)  # not traced, as prompts have to be known
             lengths = np.full(B, max(len(p.tokens) for p in shape.prompts))
             found = self._read(self.params, np.zeros((B, shape.width), np.int32), lengths, keys, self._own)
@@ -428,27 +444,35 @@ class Engine:
         given = ints(B, shape.planned), ints(B)
         if shape.num_beams > 1:
             how = {"num_beams": shape.num_beams}
-            self._read_given = _read_given.lower(self.model, self.params, logits, state, *given).compile()
-            search = lambda steps: _search.lower(self.model, self.params, logits, state, steps=steps, **how).compile()
-            self._searches = {steps: search(steps) for steps in self._searched}
+            self._read_given = self._once(_read_given, logits, state, *given)
+            self._searches = {steps: self._once(_search, logits, state, steps=steps, **how) for steps in self._searched}
             programs = [self._read_given, *self._searches.values()]
         else:
             begun = jax.eval_shape(functools.partial(_begun, planned=shape.planned), logits, state, ints(B))
             begun = dataclasses.replace(jax.tree.map(placed, begun), logits=logits, state=state)
             stays = None if mesh is None else jax.tree.map(lambda x: x.sharding, begun)
             run = jax.jit(_go_on, static_argnames="model", donate_argnames="reading", out_shardings=stays)
-            self._go_on = run.lower(self.model, self.params, begun, *given, ints(B), ints()).compile()
+            self._go_on = self._once(run, begun, *given, ints(B), ints())
             programs = [self._go_on]
         size = lambda x: x.size * x.dtype.itemsize
         each = [sum(size(x) for x in (layer.k, layer.v)) // B for layer in state.layers]
-        share = [n / most for n, most in zip(self._needed(), self.plan.capacities, strict=True)]
-        needed = round(sum(n * part for n, part in zip(each, share, strict=True)))
+        part = lambda slots: round(sum(n * s / m for n, s, m in zip(each, slots, self.run_in.capacities, strict=True)))
         decode = max((n for n in map(peak_bytes, programs) if n is not None), default=None)
-        peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode}
-        self.cost = {"slots": self.plan.num_slots, "kv_bytes": sum(each), "kv_bytes_needed": needed, **peaks}
+        peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode if self.run_in == self.plan else None}
+        own = {"kv_bytes": part(self.plan.capacities), "kv_bytes_needed": part(self._needed())}
+        self.cost = {"slots": self.plan.num_slots, **own, **peaks}
+
+    def _once(self, function: Any, *arguments: Any, **static: Any) -> Any:
+        """A function of the model, compiled for arguments of these shapes once for all that share programs."""
+        leaves, tree = jax.tree.flatten(arguments)
+        key = function.__name__, tree, (*leaves,), (*static.items(),)
+        if key not in self.programs:
+            self.programs[key] = function.lower(self.model, self.params, *arguments, **static).compile()
+        return self.programs[key]
 
     def forget(self) -> None:
         """Lets go of what was compiled."""
+        self.programs: dict[Any, Any] = {}
         self._read: Any = None
         self._go_on: Any = None
         self._read_given: Any = None
@@ -466,7 +490,7 @@ class Engine:
     def _evicted(self, full: Full) -> tuple[Float[Array, "B V"], kvjax.State]:
         """The logits of a batch, and its state after the policy, in arrays of their own."""
         state = dataclasses.replace(full.state, params=self._own)
-        return jnp.copy(full.logits), jax.tree.map(jnp.copy, applied(self.policy, state, full.stats, self.plan))
+        return jnp.copy(full.logits), jax.tree.map(jnp.copy, applied(self.policy, state, full.stats, self.run_in))
 
     def run(
         self, prompts: Sequence[Prompt], shown: Example | None = None, full: Full | None = None
@@ -514,7 +538,8 @@ class Engine:
             for row, answer, lines in zip(prompts, answers, found, strict=False):
                 if n < len(row.asked):
                     lines.append(self._line(row, *row.asked[n], *answer))
-        times = {"prefill_seconds": prefill_seconds, "decode_tokens_per_second": num_tokens / decode_seconds}
+        speed = num_tokens / decode_seconds if self.run_in == self.plan else None
+        times = {"prefill_seconds": prefill_seconds, "decode_tokens_per_second": speed}
         for b, (row, lines) in enumerate(zip(prompts, found, strict=True)):
             same = {"prompt_tokens": len(row.tokens), "live": float(live[b]), **self.cost, **times}
             found[b] = [{**line, **same} for line in lines]

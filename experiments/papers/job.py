@@ -4,19 +4,18 @@ import dataclasses
 import functools
 import itertools
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 import kvjax
 from kvjax import Policy, models
 from kvjax.configs.experiment import label
 from kvjax.experiments import stopping
 from kvjax.experiments.core.engine import Engine, Prompt, shapes
+from kvjax.experiments.core.job import Todo, run_engines
 from kvjax.experiments.core.meaning import definition
 from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
@@ -126,7 +125,9 @@ class Job:
         data, most = rows.data_of(task), self.options.new_tokens
         beams = 1 if data.runner == "speed" else self.choice.entry.beams
         steps = data.new_tokens if most is None else min(data.new_tokens, most)
-        return rows.asked(task, index, ids, new_tokens=steps, beams=beams, seed=seed, **how)
+        made = rows.asked(task, index, ids, new_tokens=steps, beams=beams, seed=seed, **how)
+        meta = (*made.example.meta, ("context", digest(made.tokens)))
+        return dataclasses.replace(made, example=dataclasses.replace(made.example, meta=meta))
 
     def _take(self, name: str, shots: int, found: Sequence[PromptRow], template: str, seed: int) -> None:
         """Keeps the rows that can be scored, with their prompts; before a text stand the next `shots` rows."""
@@ -166,7 +167,10 @@ class Job:
         endless = self.model if timed is None else type(self.model)(dataclasses.replace(config, eos_ids=()))
         how = {"tokenizer": self.tokenizer, "block": block, "batch_size": timed or self.options.batch_size}
         of = shapes(prompts, config.max_position if config.learned_positions else None)
-        return [kind(endless, self.params, self._policy(method, budget), shape, **how) for shape in of]
+        found = [kind(endless, self.params, self._policy(method, budget), shape, **how) for shape in of]
+        for engine in found if timed is not None else ():
+            engine.at_once = 1
+        return found
 
     def _policy(self, method: str, budget: Budget) -> Policy:
         """The policy of a budget: some shares are of all tokens that there will be."""
@@ -202,37 +206,29 @@ class Job:
         for (method, budget), engines in self.engines.items():
             there = lambda task, i, m=method, b=label(budget): (m, b, task, i, 0) in lines
             for engine in engines:
-                lacking = [p for p in engine.shape.prompts if not there(p.example.task, p.example.index)]
-                size = 1 if lacking and rows.data_of(lacking[0].example.task).runner == "speed" else engine.batch_size
+                lacking, size = (
+                    [p for p in engine.shape.prompts if not there(p.example.task, p.example.index)],
+                    engine.at_once,
+                )
                 found += [(method, budget, engine, lacking[i : i + size]) for i in range(0, len(lacking), size)]
             found += [(method, budget, None, [t]) for t in self.tasks if not there(rows.task_of(*t), 0)]
         return found
 
     def run(self, records: Records) -> None:
         """Runs what has no lines yet."""
-        todo, compiled = self.missing(records.lines), None
+        todo = Todo(records, [p for prompts in self.prompts.values() for p in prompts], shown=False)
+        shapes = zip(*self.engines.values(), strict=True)
+        asked = [[(m, label(b), e) for (m, b), e in zip(self.engines, of, strict=True)] for of in shapes]
         self.engines = {line: [] for line in self.engines}  # what is compiled is forgotten as it is done
-        with tqdm(total=len(todo), unit="batch", file=sys.stdout, disable=not todo) as bar:
-            while todo:
-                method, budget, engine, batch = todo.pop(0)
-                bar.set_description(f"{method} {label(budget)}")
-                if engine is not None and engine is not compiled:
-                    engine.compile()
-                compiled = engine
-                with stopping.finishing("this batch"):
-                    about = {"method": method, "budget": label(budget)}
-                    records.append({**about, **line} for line in self._lines(method, budget, engine, batch))
-                bar.update()
+        run_engines(asked, todo)
+        for method, budget, _, tasks in self.missing(records.lines):
+            with stopping.finishing("this task"):
+                about = {"method": method, "budget": label(budget)}
+                records.append({**about, **line} for line in self._apart(method, budget, *tasks[0]))
 
-    def _lines(self, method: str, budget: Budget, engine: Engine | None, batch: list[Any]) -> Iterator[Line]:
-        if engine is not None:
-            found, _ = engine.run(batch)
-            for prompt, lines in zip(batch, found, strict=True):
-                about = {"task": prompt.example.task, "index": prompt.example.index, "context": digest(prompt.tokens)}
-                about |= dict(prompt.example.meta)
-                yield from ({**about, **line} for line in lines)
-            return
-        ((name, shots),), options = batch, self.options
+    def _apart(self, method: str, budget: Budget, name: str, shots: int) -> Iterator[Line]:
+        """The lines of what no engine runs: a task of lm-eval, or a cache that is planned alone."""
+        options = self.options
         if DATA[name].runner == "planned":
             yield self._planned(name, method, budget)
             return

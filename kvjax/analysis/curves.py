@@ -21,7 +21,7 @@ from kvjax.drivers.checks import check_model, check_prompts
 from kvjax.drivers.decide import check_reads_all, stored_under, under
 from kvjax.drivers.several import Stored, read_whole, stored_as
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan, make_plan
+from kvjax.plan import make_plan, sharing
 
 HINDSIGHT: Final[dict[Across, str]] = {
     "head": "hindsight (heads)",
@@ -240,12 +240,13 @@ def curves(
         raise ValueError(f"{taken[0]!r} is the name of an oracle; call the policy something else")
     (B, T), lengths, L = prompts.tokens.shape, np.asarray(prompts.lengths), model.config.num_layers
     grid = _grid(policies, budgets)
-    plans = {name: _largest(model.config, row, lengths, T, np.shape(continuation)[-1]) for name, row in grid.items()}
-    kinds: dict[Any, list[str]] = {(Layout(),) * L: []} if oracles else {}
+    plan = lambda policy: make_plan(model.config, policy, lengths, T, np.shape(continuation)[-1])
+    plans = {name: sharing(map(plan, row)) for name, row in grid.items()}
+    kinds: dict[Stored, list[str]] = {Stored((Layout(),) * L): []} if oracles else {}
     for name, row in grid.items():
         kinds.setdefault(stored_as(row[0], L), []).append(name)
     results: dict[str, list[Losses]] = {}
-    for layouts, members in kinds.items():
+    for stored, members in kinds.items():
         every = [p for name in members for p in grid[name]]
         how = {"policies": every, "lengths": lengths, "key": key}
         reading = read(model, params, tokens, continuation, **how)
@@ -259,7 +260,7 @@ def curves(
         first: dict[tuple[str, int], list[np.ndarray]] = {}
         for seed in range(seeds):
             if seed:
-                again = {"policies": every, "stored": Stored(layouts), "key": seed_key(key, B, seed)}
+                again = {"policies": every, "stored": stored, "key": seed_key(key, B, seed)}
                 _, state, stats = read_whole(model, params, prompts, reading.continuation.shape[1], **again)
                 reading = dataclasses.replace(reading, state=state, stats=stats)
             for name in members:
@@ -270,7 +271,7 @@ def curves(
                     first.setdefault((name, m), kept)
                     found[name][m].append(found[name][m][0] if same else measure(layers))
         results |= {name: [_mean(each) for each in rows] for name, rows in found.items()}
-        if layouts == (Layout(),) * L:
+        if stored == Stored((Layout(),) * L):
             masks = {HINDSIGHT[a]: [_oracle(reading, b, lengths, a) for b in budgets] for a in oracles}
             results |= {name: [measure(keep) for keep in each] for name, each in masks.items()}
     rows = [jax.tree.map(lambda *x: np.stack(x), *results[name]) for name in (*policies, *names)]
@@ -299,13 +300,6 @@ def _check_only_evicts(name: str, policy: Policy, reading: Reading) -> None:
     jax.eval_shape(
         lambda s: check_reads_all(stored_under(s), "decode", so), under(policy, reading.state, reading.stats)
     )
-
-
-def _largest(config: Any, policies: Sequence[Policy], lengths: np.ndarray, width: int, more: int) -> list[Plan]:
-    """The plan of every policy, with the slots of the one that needs most of them, so that they share a program."""
-    plans = [make_plan(config, policy, lengths, width, more) for policy in policies]
-    most = tuple(map(max, zip(*(plan.capacities for plan in plans), strict=True)))
-    return [dataclasses.replace(plan, capacities=most) for plan in plans]
 
 
 def _oracle(reading: Reading, budget: Count, lengths: np.ndarray, across: Across) -> Bool[Array, "L B K T"]:

@@ -23,7 +23,7 @@ from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Po
 from kvjax.drivers.attend import Attend, embed, layer_step
 from kvjax.drivers.checks import check_model, check_prompts, check_rows, traced
 from kvjax.drivers.decide import stored_under, under, updated
-from kvjax.drivers.several import Stored, read_whole, reads_again, stored_as
+from kvjax.drivers.several import Stored, read_whole, stored_as
 from kvjax.drivers.state import AttnStats, State, row_keys
 from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
@@ -322,21 +322,21 @@ def read(
       layout: how every layer is stored; as the policies need it if None.
 
     Raises:
-      ValueError: prompts and continuations that do not fit together or the model; policies that read the prompt again,
-        or need it stored in different ways.
+      ValueError: prompts and continuations that do not fit together or the model; policies that need the prompt stored,
+        or read again, in different ways.
     """
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths)
     after, L = check_rows(model, continuation, None).tokens, model.config.num_layers
     if len(after) != len(prompts.tokens):
         raise ValueError(f"{len(prompts.tokens)} prompts, but {len(after)} continuations; give one for each")
-    if again := [p for p in policies if reads_again(p, L)]:
-        raise ValueError(f"{type(again[0]).__name__} reads the prompt again before it evicts; use kvjax.prefill for it")
-    kinds = {stored_as(p, L): p for p in policies} if layout is None else {(layout,) * L: None}
+    kinds = {stored_as(p, L): p for p in policies} if layout is None else {Stored((layout,) * L): None}
     if len(kinds) > 1:
         one, other = list(kinds.values())[:2]
-        raise ValueError(f"{one} and {other} need the prompt stored in different ways; read it once for each")
-    stored = Stored(next(iter(kinds), (Layout(),) * L), tuple(observe))
+        raise ValueError(
+            f"{one} and {other} need the prompt stored, or read again, in different ways; read it once for each"
+        )
+    stored = dataclasses.replace(next(iter(kinds), Stored((Layout(),) * L)), more=tuple(observe))
     _, state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
     layers = [*map(_bare, state.layers)]

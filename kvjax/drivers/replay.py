@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.contract import EMPTY, unique
 from kvjax.drivers.attend import embed, layer_step
 from kvjax.drivers.checks import check_ids
-from kvjax.drivers.decide import check_lost, decided
+from kvjax.drivers.decide import decided
 from kvjax.drivers.state import AttnStats, State
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.columns import accumulator
@@ -44,7 +44,7 @@ def check_rereads(model: Any, state: State, hows: tuple[Reread, ...]) -> None:
             )
 
 
-def reread(
+def repeated(
     model: Any,
     params: PyTree[Any],
     tokens: Int[np.ndarray, "B T"],
@@ -52,9 +52,9 @@ def reread(
     state: State,
     stats: AttnStats,
     hows: tuple[Reread, ...],
-    after_layer: Callable[[], Any],
-) -> State:
-    """Repeats the prompt, and updates the state also by the attention that its tokens get meanwhile.
+    after_layer: Callable[[], Any] = lambda: None,
+) -> AttnStats:
+    """Repeats the prompt. Returns `stats` with the attention that its tokens get meanwhile.
 
     `state` holds the whole prompts, and `stats` is what was observed while they were read. `after_layer` is called
     after each layer of each chunk.
@@ -73,13 +73,11 @@ def reread(
                 found[i] = found[i] if new is None else jnp.maximum(found[i], new)
                 after_layer()
         stats = _with(stats, how, found)
-    state, lost = decided(state, stats)
-    check_lost(state, lost)
-    return state
+    return stats
 
 
 def after_replay(state: State, stats: AttnStats, hows: tuple[Reread, ...]) -> State:
-    """The state after `reread`, but by attention of 0: for shapes."""
+    """The state after the prompt was repeated, but by attention of 0: for shapes."""
     for how in hows:
         stats = _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers])
     return decided(state, stats)[0]

@@ -3,16 +3,18 @@
 Letters: B batch, T tokens of a prompt, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Amount, Layout, Observation, Phase, Policy
+from kvjax.contract import Amount, Layout, Observation, Phase, Policy, unique
 from kvjax.drivers.checks import check_block, check_model, check_positions, check_prompts, traced
 from kvjax.drivers.decide import HidesTokens
 from kvjax.drivers.door import forward
+from kvjax.drivers.replay import check_rereads, repeated
 from kvjax.drivers.state import AttnStats, Prompts, State
 from kvjax.drivers.steps import read_prompts, start
 from kvjax.observe import Reread
@@ -24,10 +26,12 @@ class Stored(Policy):
 
     Attributes:
       layouts: one a layer.
+      again: how the prompt is read again, before anything is evicted.
       more: what is observed of the prompt.
     """
 
     layouts: tuple[Layout, ...]
+    again: tuple[Reread, ...] = ()
     more: tuple[Observation, ...] = ()
 
     @property
@@ -35,22 +39,18 @@ class Stored(Policy):
         return self.layouts[0]
 
     def at(self, layer: int, num_layers: int) -> "Stored":
-        return Stored(self.layouts[layer : layer + 1], self.more)
+        return dataclasses.replace(self, layouts=self.layouts[layer : layer + 1])
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return self.more if phase == "prefill" else ()
+        return {"prefill": self.more, "replay": self.again}.get(phase, ())
 
 
-def stored_as(policy: Policy, num_layers: int) -> tuple[Layout, ...]:
-    """How the prompt must be stored in every layer so that the policy can be applied to it."""
-    each = [policy.at(i, num_layers).layout for i in range(num_layers)]
-    return tuple(Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head) for x in each)
-
-
-def reads_again(policy: Policy, num_layers: int) -> bool:
-    """Whether the policy has the prompt read again before it evicts."""
-    each = (policy.at(i, num_layers).observe("replay") for i in range(num_layers))
-    return any(isinstance(o, Reread) for observed in each for o in observed)
+def stored_as(policy: Policy, num_layers: int) -> Stored:
+    """How the prompt must be stored in every layer, and read again, so that the policy can be applied to it."""
+    each = [policy.at(i, num_layers) for i in range(num_layers)]
+    kept = lambda x: Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head)
+    again = unique(o for p in each for o in p.observe("replay") if isinstance(o, Reread))
+    return Stored(tuple(kept(p.layout) for p in each), again)
 
 
 def read_whole(
@@ -70,15 +70,21 @@ def read_whole(
       prompts: the prompts, which have been checked.
       max_new_tokens: rows that may follow.
       policies: the policies.
-      stored: how every layer is stored, and what else is observed.
+      stored: how every layer is stored, how prompts are read again, and what else is observed.
       key: one PRNG key for the batch, or one a sequence.
     """
     how: dict[str, Any] = {"lengths": prompts.lengths, "max_new_tokens": max_new_tokens, "key": key}
     state = start(model, policy=stored, width=prompts.tokens.shape[1], **how)
     if not traced(prompts.lengths):
         check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
-    observe = tuple(dict.fromkeys(policies))
-    return forward(model, params, prompts.tokens, state, valid=prompts.lengths, observe=observe)
+    if stored.again:
+        check_rereads(model, state, stored.again)
+    how = {"valid": prompts.lengths, "observe": tuple(dict.fromkeys(policies))}
+    logits, state, stats = forward(model, params, prompts.tokens, state, **how)
+    if stored.again:
+        known = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
+        stats = repeated(model, params, *known, state, stats, stored.again)
+    return logits, state, stats
 
 
 def prefill_each(
@@ -95,8 +101,8 @@ def prefill_each(
     """Reads prompts once, and evicts from them under each of several policies: `prefill` for all of them.
 
     What any of them looks at is observed in one pass over the full cache, of which each then keeps what its own prefill
-    keeps. Policies that store keys in another way (at their ranks, for every query head) share a pass of their own.
-    Those that have prompts read again (KVzip), or hide tokens from the prompt's rows, have a prefill each.
+    keeps. Policies that store keys in another way (at their ranks, for every query head), or have prompts read again
+    (KVzip), share a pass of their own. Those that hide tokens from the prompt's rows have a prefill each.
 
     Args:
       model, params: the model.
@@ -117,7 +123,7 @@ def prefill_each(
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     steps, L, T = max_new_tokens, model.config.num_layers, prompts.tokens.shape[1]
-    groups: dict[tuple[Layout, ...], list[str]] = {}
+    groups: dict[Stored, list[str]] = {}
     for name, policy in policies.items():
         try:
             plan, _ = planned(policy, infos_of(model.config, policy, T, steps), prompts.lengths)
@@ -126,7 +132,7 @@ def prefill_each(
             raise ValueError(f"{name}: {e}") from e
         if learns(policy, plan.infos):
             raise ValueError(f"{name}: the policy has learned parameters; use kvjax.prefill(..., policy_params=)")
-        groups.setdefault(() if reads_again(policy, L) else stored_as(policy, L), []).append(name)
+        groups.setdefault(stored_as(policy, L), []).append(name)
     return _each(model, params, prompts, steps, policies, groups, key)
 
 
@@ -136,19 +142,15 @@ def _each(
     prompts: Prompts,
     steps: int,
     policies: Mapping[str, Policy],
-    groups: Mapping[tuple[Layout, ...], Sequence[str]],
+    groups: Mapping[Stored, Sequence[str]],
     key: Any,
 ) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
-    """`prefill_each` for policies by how prompts are stored for them; () for those that read by themselves."""
-    for layouts, names in groups.items():
-        own = {"policies": [policies[name] for name in names], "stored": Stored(layouts), "key": key}
-        shared = read_whole(model, params, prompts, steps, **own) if layouts else None
+    """`prefill_each` for policies by how prompts are stored for them."""
+    for stored, names in groups.items():
+        own = {"policies": [policies[name] for name in names], "stored": stored, "key": key}
+        logits, state, stats = read_whole(model, params, prompts, steps, **own)
         for name in names:
-            if shared is not None:
-                logits, state, stats = shared
-                try:
-                    yield name, logits, policies[name](state, stats)
-                    continue
-                except HidesTokens:
-                    pass  # rows of its prompt read less than is stored
-            yield name, *read_prompts(model, params, prompts, policies[name], steps, key=key)
+            try:
+                yield name, logits, policies[name](state, stats)
+            except HidesTokens:  # rows of its prompt read less than is stored
+                yield name, *read_prompts(model, params, prompts, policies[name], steps, key=key)

@@ -32,9 +32,9 @@ from kvjax.drivers.checks import (
     check_state,
     traced,
 )
-from kvjax.drivers.decide import check_layers_kept
+from kvjax.drivers.decide import check_layers_kept, check_lost, decided
 from kvjax.drivers.mesh import check_mesh, on_mesh, placed
-from kvjax.drivers.replay import check_rereads, reread, rereads
+from kvjax.drivers.replay import check_rereads, repeated, rereads
 from kvjax.drivers.state import Prompts, State, empty_state, row_keys
 from kvjax.plan import Plan
 
@@ -200,7 +200,9 @@ def read_prompts(
         tokens = xp.pad(prompts.tokens, ((0, 0), (plan.infos[0].prompt_len - T, 0)))
         logits, state, stats = read(tokens, state, lengths, evict=not again, gives=bool(again))
         if again and stats is not None:
-            state = reread(model, params, tokens, np.asarray(lengths), state, stats, again, bar.update)
+            stats = repeated(model, params, tokens, np.asarray(lengths), state, stats, again, bar.update)
+            state, lost = decided(state, stats)
+            check_lost(state, lost)
         return checked_logits(logits, state), state
 
 
