@@ -41,7 +41,7 @@ from kvjax.experiments import report, stopping, tasks
 from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Engine, Prompt, read_once, shapes
-from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.records import KEY, Key, Line, Records, digest
 from kvjax.experiments.core.screen import screen
 from kvjax.experiments.core.setup import (
@@ -51,6 +51,7 @@ from kvjax.experiments.core.setup import (
     described,
     find_builders,
     options_of,
+    origins_of,
     runs_of,
     with_baselines,
 )
@@ -149,7 +150,7 @@ def config_of(policy: str) -> tuple[str, Callable[..., Any]]:
         pair = lambda p: p if isinstance(p, tuple) and len(p) == 2 else (p, ())
         if wrong := [p for _, p in made if not isinstance(pair(p)[0], kvjax.Policy)]:
             raise ValueError(f"{policy} returns {wrong[0]!r:.60}, which is no policy, nor one and its parameters")
-        return Experiment(name, made, setup)
+        return Experiment(name, made, setup, origin=loading.origin(file))
 
     return name, get_config
 
@@ -226,9 +227,11 @@ def run(
     setup, builders = experiment.setup, find_builders(experiment.setup)
     runs, options = runs_of(experiment), options_of(experiment)
     other = lambda m: {"options": options[m]} if m in options else {}
+    origins = origins_of(experiment)
+    of = lambda m, b: f"{origins[m]} as {m}@{b}" if m in origins else ""
     config: dict[str, Any] = {
         "name": experiment.name,
-        "policies": [{"method": m, "budget": b, "policy": _defined(p), **other(m)} for m, b, p in runs],
+        "policies": [{"method": m, "budget": b, "policy": _defined(p, of(m, b)), **other(m)} for m, b, p in runs],
         "setup": dataclasses.asdict(setup),
         **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
@@ -261,10 +264,10 @@ def run(
             print(f"{directory} is complete; --restart runs it again")
 
 
-def _defined(made: Made) -> str:
+def _defined(made: Made, origin: str) -> str:
     """The definition of a policy, and a digest of its learned parameters."""
     policy, own = with_params(made)
-    return definition(policy) + (f" with parameters {digest(definition(own))}" if own else "")
+    return definition(policy, origin) + (f" with parameters {digest(definition(own))}" if own else "")
 
 
 class _Todo:

@@ -17,7 +17,7 @@ from kvjax import Policy, models
 from kvjax.configs.experiment import label
 from kvjax.experiments import stopping
 from kvjax.experiments.core.engine import Engine, Prompt, shapes
-from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
 from kvjax.experiments.papers.methods import Budget
