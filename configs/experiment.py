@@ -238,6 +238,7 @@ class Experiment:
       setup: everything else.
       options: those of the config that are not the defaults of the method in `kvjax.methods`, such as "window=16".
       beside: other methods, at budgets of their own, that run on the same prompts.
+      origin: of policies that a user's file makes, which file it was and what it was given; `loading.find` says so.
     """
 
     name: str
@@ -245,6 +246,7 @@ class Experiment:
     setup: Setup = Setup()
     options: str = ""
     beside: tuple["Experiment", ...] = ()
+    origin: str = ""
 
     def __post_init__(self):
         check_fields(self)

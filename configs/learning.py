@@ -85,6 +85,7 @@ class LearnedBudget:
       pyramid_beta, ada_alpha: of the baselines.
       measured: what the family needs to see of prompts beyond what the policy observes.
       prompts: everything else.
+      origin: of what a user's file makes, which file it was and what it was given; `loading.find` says so.
     """
 
     name: str
@@ -99,6 +100,7 @@ class LearnedBudget:
     ada_alpha: float = 0.5
     measured: tuple[Observation, ...] = ()
     prompts: Prompts = Prompts()
+    origin: str = ""
 
     def __post_init__(self):
         check_fields(self)

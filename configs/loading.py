@@ -1,8 +1,12 @@
 """Finding configs by name or path, and functions in Python files."""
 
 import contextlib
+import dataclasses
 import difflib
+import functools
+import hashlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 import traceback
@@ -52,7 +56,31 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
         typing.get_type_hints(get_config)
     except Exception as e:
         raise ValueError(f"{path}: the types of get_config's options cannot be read: {type(e).__name__}: {e}") from e
-    return path.stem, get_config if path.parent == _HERE else _at_home(path)(get_config)
+    return path.stem, get_config if path.parent == _HERE else _signed(path, get_config)
+
+
+def origin(path: str | pathlib.Path) -> str:
+    """The name of a file and the SHA-256 of its bytes, shortened: what something that its code makes came from."""
+    path = pathlib.Path(path)
+    return f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+
+
+def _signed(path: pathlib.Path, get_config: Callable[..., Any]) -> Callable[..., Any]:
+    """The `get_config` of a user's file; what it returns says so, and which options it was given (`origin`)."""
+    file, signature = origin(path), inspect.signature(get_config)
+
+    @functools.wraps(get_config)
+    def signed(*args: Any, **given: Any) -> Any:
+        with _at_home(path):
+            found = get_config(*args, **given)
+        if not hasattr(found, "origin"):
+            return found
+        options = signature.bind(*args, **given)
+        options.apply_defaults()
+        own = {name: x for name, x in options.arguments.items() if name not in ("budget", "setup", "prompts")}
+        return dataclasses.replace(found, origin=f"{file} with {own}")
+
+    return signed
 
 
 def unknown(what: str, name: str, known: Iterable[str], otherwise: str) -> ValueError:

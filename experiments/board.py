@@ -229,7 +229,7 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
             print(f"without {name}: {e}")
             continue
         if policies and name != "full":
-            beside.append(Experiment(name, policies, setup, made.options))
+            beside.append(Experiment(name, policies, setup, made.options, origin=made.origin))
     if not beside:
         shares = ", ".join(f"{share:g}" for share in board.bytes)
         raise ValueError(f"no method can work at {shares} of the full cache's bytes; give larger --bytes, or --length")

@@ -130,7 +130,7 @@ def config_of(policy: str) -> tuple[str, Callable[..., Any]]:
         pair = lambda p: p if isinstance(p, tuple) and len(p) == 2 else (p, ())
         if wrong := [p for _, p in made if not isinstance(pair(p)[0], kvjax.Policy)]:
             raise ValueError(f"{policy} returns {wrong[0]!r:.60}, which is no policy, nor one and its parameters")
-        return Experiment(name, made, setup)
+        return Experiment(name, made, setup, origin=loading.origin(file))
 
     return name, get_config
 

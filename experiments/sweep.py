@@ -1,13 +1,13 @@
 """A grid of runs of the main job: configs x options x seeds x models, a process each.
 
     python experiments/sweep.py --config snapkv.py h2o.py --budget 0.1 0.2 --seed 0 1
-    python experiments/sweep.py --config snapkv.py --budget 64 128 --model DIR OTHER --dry-run -- --examples 16
+    python experiments/sweep.py --config snapkv.py --budget 64 128 --model DIR OTHER --commands -- --examples 16
     python experiments/sweep.py --config snapkv.py --scheduler slurm --resources slurm_partition=gpu gpus_per_node=1
 
 Every value of an option makes a run of its own, with every value of the others. What stands after `--` is the same for
 all runs: options that take several values (--tasks), or none (--chat). Options are those of `experiments/run.py`, which
-each run is a call of; `--dry-run` prints the calls. A run goes where that call puts it, or into a directory of the same
-name in `--output`: so runs that are there are not repeated, and those that were interrupted go on. `report.py`
+each run is a call of; `--commands` prints the calls. A run goes where that call puts it, or into a directory of the
+same name in `--output`: so runs that are there are not repeated, and those that were interrupted go on. `report.py`
 reads the directories as those of any run.
 """
 
@@ -20,7 +20,6 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import errno
 import itertools
 import os
 import pathlib
@@ -29,16 +28,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import types
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from kvjax import configs
 from kvjax.experiments import run, stopping
-from kvjax.experiments.core.command import plain_errors
+from kvjax.experiments.core.command import imported, plain_errors
 from kvjax.experiments.core.compiled import OPTION, read_cache_option
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"
@@ -70,7 +66,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[list[str]]]:
       ValueError: an option that is given twice, an axis without values, no config, or two runs that are one.
       SystemExit: options that do not exist or do not fit, after saying which do; or --help.
     """
-    swept, fixed = _divided(argv)
+    words = [text for text in argv if text != OPTION]
+    at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         prog="experiments/sweep.py",
         description=(__doc__ or "").splitlines()[0],
@@ -93,11 +90,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[list[str]]]:
         metavar="NAME=VALUE",
         help="what a run gets: parameters of submitit's AutoExecutor, or options of Ray's tasks",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the runs, and start none")
-    own, rest = parser.parse_known_args(swept)
+    parser.add_argument("--commands", "--dry-run", action="store_true", help="print the runs, and start none")
+    (own, rest), fixed = parser.parse_known_args(words[:at]), words[at + 1 :]
     sources = [("--config", x) for x in own.config] + [("--policy", x) for x in own.policy]
     if not sources:
         raise ValueError(f"a sweep needs --config or --policy; configs are {', '.join(configs.available())}")
+    if wrong := [x for x in (*rest, *fixed) if x.partition("=")[0] in _OF_THE_SWEEP]:
+        raise ValueError(f"{wrong[0]} is no option of the runs of a sweep; run one by experiments/run.py")
     own.resources = dict(map(_resource, own.resources))
     if own.workers is not None and own.workers < 1:
         raise ValueError(f"--workers {own.workers} is no number of processes; give at least 1")
@@ -109,31 +108,20 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     return own, [[*source, *axes, *fixed] for source, axes in itertools.product(sources, _axes(rest))]
 
 
-def _divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after `--`; the option on compiled programs is for every run."""
-    argv = [text for text in argv if text != OPTION]
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1 :]
-
-
-def _axes(words: Sequence[str]) -> Iterator[list[str]]:
+def _axes(words: Sequence[str]) -> list[list[str]]:
     """One value of every option, in all combinations; the last option changes fastest."""
-    axes: list[tuple[str, list[str]]] = []
+    axes: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
-            name, _, value = word.partition("=")
-            axes.append((name, [value] if value else []))
+            axes.append([part for part in word.split("=", 1) if part])
         elif not axes:
             raise ValueError(f"{word!r} belongs to no option; write --option {word}")
         else:
-            axes[-1][1].append(word)
-    for name, values in axes:
-        if name in _OF_THE_SWEEP:
-            raise ValueError(f"{name} is no option of the runs of a sweep; run one by experiments/run.py")
-        if not values:
-            raise ValueError(f"{name} has no value to run; what has none, and is the same for all runs, goes after --")
-    for chosen in itertools.product(*([[name, value] for value in values] for name, values in axes)):
-        yield [word for pair in chosen for word in pair]
+            axes[-1].append(word)
+    if mute := [name for name, *values in axes if not values]:
+        raise ValueError(f"{mute[0]} has no value to run; what has none, and is the same for all runs, goes after --")
+    each = ([(name, value) for value in values] for name, *values in axes)
+    return [[*itertools.chain(*chosen)] for chosen in itertools.product(*each)]
 
 
 def _resource(text: str) -> tuple[str, Any]:
@@ -164,8 +152,6 @@ def jobs(runs: Sequence[Sequence[str]], output: pathlib.Path | None, keep: bool 
     found: dict[pathlib.Path, Job] = {}
     same = set[Any]()
     for arguments in runs:
-        if wrong := [x for x in arguments if x.partition("=")[0] in _OF_THE_SWEEP]:
-            raise ValueError(f"{wrong[0]} is no option of the runs of a sweep; run one by experiments/run.py")
         try:
             experiment, own, overrides = run.parse(arguments)
         except SystemExit:
@@ -187,19 +173,17 @@ def jobs(runs: Sequence[Sequence[str]], output: pathlib.Path | None, keep: bool 
 # --- who runs them ---
 
 
-def execute(command: Sequence[str], log: str, directory: str, environment: Mapping[str, str] | None = None) -> int:
-    """Runs a command to its end; what a scheduler calls on the machine that it chose.
+def execute(job: Job, directory: str) -> int:
+    """Runs a job to its end; what a scheduler calls on the machine that it chose.
 
     Args:
-      command: program and arguments.
-      log: where its output is appended to.
+      job: the command, and where its output is appended to.
       directory: where it runs.
-      environment: variables beside those of this process.
 
     Returns:
       Its exit code.
     """
-    with _started(command, log, directory, environment or {}) as process:
+    with _started(job, directory, {}) as process:
         try:
             return process.wait()
         except BaseException:  # a scheduler that cancels
@@ -208,35 +192,27 @@ def execute(command: Sequence[str], log: str, directory: str, environment: Mappi
             raise
 
 
-def _started(command: Sequence[str], log: str, directory: str, environment: Mapping[str, str]) -> subprocess.Popen:
-    """The process of a command, in a session of its own: Ctrl-C reaches it through whoever started it, and once."""
-    pathlib.Path(log).parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a", opener=_no_link) as output:
-        print(time.strftime("# %Y-%m-%d %H:%M:%S"), shlex.join(command), file=output, flush=True)
-        everything = {**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+def _started(job: Job, directory: str, environment: Mapping[str, str]) -> subprocess.Popen:
+    """The process of a job, in a session of its own: Ctrl-C reaches it through whoever started it, and once.
+
+    Raises:
+      OSError: no such program, or a log that cannot be written or is a link.
+    """
+    log = pathlib.Path(directory, job.log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    if log.is_symlink():
+        raise OSError(f"{log} is a link, and a log is not written through one; delete it")
+    with log.open("a") as output:
+        print(time.strftime("# %Y-%m-%d %H:%M:%S"), shlex.join(job.command), file=output, flush=True)
         return subprocess.Popen(
-            command,
+            job.command,
             cwd=directory,
-            env=everything,
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file, but none that a link leads to.
-
-    Raises:
-      OSError: the path is a link.
-    """
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-    except OSError as e:
-        if e.errno != errno.ELOOP:
-            raise
-        raise OSError(f"{path} is a link, and a log is not written through one; delete it") from e
 
 
 def devices(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -277,11 +253,6 @@ def places(workers: int | None, gpus: Sequence[str], cpus: int) -> list[dict[str
     return [{"JAX_PLATFORMS": "cpu", "NPROC": threads, "OMP_NUM_THREADS": threads}] * workers
 
 
-def cpu_threads() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def local(jobs: Sequence[Job], environments: Sequence[Mapping[str, str]]) -> Generator[Ended, None, None]:
     """Runs jobs on this machine, as many at a time as there are environments, one in each.
 
@@ -290,38 +261,36 @@ def local(jobs: Sequence[Job], environments: Sequence[Mapping[str, str]]) -> Gen
     Yields:
       Jobs as they end.
     """
-    free, running = [*environments], dict[subprocess.Popen, Mapping[str, str]]()
-    lock, stopped = threading.Lock(), threading.Event()
+    waiting, free, running = [*jobs], [*environments], dict[subprocess.Popen, tuple[Job, Mapping[str, str]]]()
 
     def kill() -> None:
         for process in [*running]:
             process.kill()
 
-    def run(job: Job) -> int:
-        with lock:
-            if stopped.is_set():
-                return 0  # nobody asks any more
-            process = _started(job.command, str(job.log), os.getcwd(), free[-1])
-            running[process] = free.pop()
-        code = process.wait()
-        with lock:
-            free.append(running.pop(process))
-        return code
-
-    with (
-        stopping.ending(kill),
-        stopping.finishing("the examples that run"),
-        ThreadPoolExecutor(len(environments)) as pool,
-    ):
-        futures = {pool.submit(run, job): job for job in jobs}
+    with stopping.ending(kill), stopping.finishing("the examples that run"):
         try:
-            yield from _as_they_end(futures)
+            while waiting or running:
+                stopping.check()
+                ended: list[Ended] = []
+                for process in [each for each in running if each.poll() is not None]:
+                    job, environment = running.pop(process)
+                    free.append(environment)
+                    ended.append((job, _failure(process.returncode)))
+                while waiting and free:
+                    job = waiting.pop(0)
+                    try:
+                        running[_started(job, os.getcwd(), free[-1])] = job, free[-1]
+                        free.pop()
+                    except OSError as e:
+                        ended.append((job, str(e)))
+                yield from ended
+                time.sleep(0.2)
         except BaseException:
             ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # then they ignore it too
-            with lock:
-                stopped.set()
-                for process in running:
-                    process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
+            for process in running:
+                process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
+            for process in running:
+                process.wait()
             raise
 
 
@@ -342,14 +311,14 @@ def submitted(
     Raises:
       ValueError: submitit is not installed, there is no SLURM, or a parameter that it does not know.
     """
-    submitit = _imported("submitit", "slurm")
+    submitit = imported("submitit", "slurm")
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         executor.update_parameters(**resources)
     except (RuntimeError, NameError, TypeError, AssertionError, ValueError) as e:
         raise ValueError(f"submitit refuses {cluster}: {e}") from e
     with executor.batch():
-        sent = [executor.submit(execute, job.command, str(job.log.absolute()), os.getcwd()) for job in jobs]
+        sent = [executor.submit(execute, job, os.getcwd()) for job in jobs]
     try:
         yield from _as_they_end(dict(zip(sent, jobs, strict=True)))
     except BaseException:
@@ -372,15 +341,14 @@ def on_ray(jobs: Sequence[Job], resources: Mapping[str, Any]) -> Generator[Ended
     Raises:
       ValueError: Ray is not installed, or an option that it does not know.
     """
-    ray = _imported("ray", "ray")
+    ray = imported("ray", "ray")
     try:
         task = ray.remote(**{"max_retries": 0, **resources})(execute)
     except (ValueError, TypeError) as e:
         raise ValueError(f"Ray refuses {dict(resources)}: {e}") from e
-    ours = not ray.is_initialized()
-    try:
-        ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": _path()})
-        sent = [task.remote(job.command, str(job.log.absolute()), os.getcwd()) for job in jobs]
+    path = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}  # where workers find this module
+    with ray.init(log_to_driver=False, runtime_env={"env_vars": path}):
+        sent = [task.remote(job, os.getcwd()) for job in jobs]
         try:
             yield from _as_they_end({each.future(): job for each, job in zip(sent, jobs, strict=True)})
         except BaseException:
@@ -388,14 +356,6 @@ def on_ray(jobs: Sequence[Job], resources: Mapping[str, Any]) -> Generator[Ended
                 ray.cancel(reference)
             ray.wait(sent, num_returns=len(sent), timeout=30)
             raise
-    finally:
-        if ours:
-            ray.shutdown()
-
-
-def _path() -> dict[str, str]:
-    """Where workers find this module, where it is not installed."""
-    return {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
 
 
 def _as_they_end(sent: Mapping[Any, Job]) -> Generator[Ended, None, None]:
@@ -422,13 +382,6 @@ def _failure(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _imported(module: str, extra: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as e:
-        raise ValueError(f"{module} is not installed ({e}); pip install 'kvjax[{extra}]'") from e
-
-
 # --- the command ---
 
 
@@ -450,7 +403,7 @@ def _scheduled(planned: Sequence[Job], own: argparse.Namespace) -> Generator[End
         return submitted(planned, planned[0].log.parent / "submitit", own.resources)
     if own.scheduler == "ray":
         return on_ray(planned, own.resources)
-    return local(planned, places(own.workers, devices(), cpu_threads()))
+    return local(planned, places(own.workers, devices(), len(os.sched_getaffinity(0))))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -460,7 +413,7 @@ def main(argv: Sequence[str]) -> None:
             read_cache_option(argv)
         own, runs = parse(argv)
         planned = jobs(runs, own.output, own.keep)
-        if own.dry_run:
+        if own.commands:
             print("\n".join(shlex.join(job.command) for job in planned))
             return
         failed = run_all(planned, _scheduled(planned, own))

@@ -19,7 +19,7 @@ from kvjax.methods import counts, easykv, kvpress, variants
 from kvjax.models.rope import Rope
 from kvjax.scores.softmax import Noisy
 from tests import tensors
-from tests.golden.record import peer_tensors
+from tests.tools.record import peer_tensors
 
 PAGE = pathlib.Path(kvjax.__file__).parent / "methods" / "peers.md"
 TABLE = pathlib.Path(__file__).parent / "golden" / "peers.csv"

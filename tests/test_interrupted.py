@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax.experiments import stopping
-from tests import kills
 from tests.runs import ROOT, one_layer, samples
+from tests.tools import kills
 
 
 def begun(script, *options):
@@ -73,7 +73,7 @@ MARKS = dict.fromkeys(("in_prompt", "after_compression"), pytest.mark.exhaustive
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, pytest.mark.slow)) for k in kills.KINDS])
 def test_what_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, kind):
-    """SIGKILL while it compiles, reads, answers, writes or draws. `tests.kills` has many."""
+    """SIGKILL while it compiles, reads, answers, writes or draws. `tests.tools.kills` has many."""
     whole, seconds = kills.whole(kind, tmp_path / "whole" / "x")
     runs = {"sweep": 2, "board": 2, "train": 0}.get(kind, 1)
     assert len([path for path in whole if path.endswith("manifest.json")]) == runs

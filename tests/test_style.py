@@ -31,7 +31,7 @@ def test_tool(command):
 
 
 def test_every_mutant_has_its_place():
-    for mutant in map(json.loads, (ROOT / "tests" / "mutants" / "mutants.jsonl").read_text().splitlines()):
+    for mutant in map(json.loads, (ROOT / "tests" / "tools" / "mutants" / "mutants.jsonl").read_text().splitlines()):
         assert (ROOT / mutant["file"]).read_text().count(mutant["right"]) == 1, mutant
 
 

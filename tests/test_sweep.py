@@ -32,7 +32,7 @@ def test_every_value_of_every_option_makes_a_run(tmp_path):
 
 
 def test_a_dry_run_prints_what_run_would_be_called_with(capsys):
-    sweep.main(["--config", "window.py", "--dry-run", OPTION])
+    sweep.main(["--config", "window.py", "--commands", OPTION])
     words = shlex.split(capsys.readouterr().out)
     assert words[:1] + words[2:] == [sys.executable, "--config", "window.py", "--output", "results/window", OPTION]
 
@@ -119,7 +119,7 @@ def test_an_interrupt_reaches_what_runs_and_starts_nothing(tmp_path):
 def test_a_scheduler_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, module, call):
     monkeypatch.setitem(sys.modules, module, None)
     rest = ([], tmp_path, {}) if call is submitted else ([], {})
-    with pytest.raises(ValueError, match=rf"{module} is not installed .*; pip install 'kvjax\[(slurm|ray)\]'"):
+    with pytest.raises(ValueError, match=rf"{module} cannot be imported .*; pip install 'kvjax\[(slurm|ray)\]'"):
         next(call(*rest))
 
 

@@ -1,11 +1,13 @@
 """What the commands of this folder share: how they end, and how they write files."""
 
 import contextlib
+import importlib
 import io
 import json
 import pathlib
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +31,23 @@ def plain_errors() -> Iterator[None]:
     except KeyboardInterrupt as e:
         print(f"\n{str(e) or 'interrupted; no result was being written'}", file=sys.stderr)
         raise SystemExit(stopping.exit_code()) from e
+
+
+def imported(module: str, extra: str) -> types.ModuleType:
+    """A module of a package that kvjax itself does without.
+
+    Args:
+      module: its name.
+      extra: of kvjax, that installs it.
+
+    Raises:
+      ValueError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        package = module.partition(".")[0].replace("_", "-")
+        raise ValueError(f"{package} cannot be imported ({e}); pip install 'kvjax[{extra}]'") from e
 
 
 def write_json(path: pathlib.Path, content: Any) -> None:

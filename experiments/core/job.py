@@ -17,7 +17,7 @@ from kvjax import models
 from kvjax.configs.experiment import Experiment, Made, Setup, with_params
 from kvjax.experiments import stopping, tasks
 from kvjax.experiments.core.engine import Engine, Prompt, read_once, shapes, share_slots
-from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.records import KEY, Key, Line, Records, digest
 from kvjax.experiments.core.setup import (
     Run,
@@ -25,6 +25,7 @@ from kvjax.experiments.core.setup import (
     described,
     find_builders,
     options_of,
+    origins_of,
     runs_of,
     with_baselines,
 )
@@ -64,9 +65,11 @@ def run(
     setup, builders = experiment.setup, find_builders(experiment.setup)
     runs, options = runs_of(experiment), options_of(experiment)
     other = lambda m: {"options": options[m]} if m in options else {}
+    origins = origins_of(experiment)
+    of = lambda m, b: f"{origins[m]} as {m}@{b}" if m in origins else ""
     config: dict[str, Any] = {
         "name": experiment.name,
-        "policies": [{"method": m, "budget": b, "policy": _defined(p), **other(m)} for m, b, p in runs],
+        "policies": [{"method": m, "budget": b, "policy": _defined(p, of(m, b)), **other(m)} for m, b, p in runs],
         "setup": {name: value for name, value in dataclasses.asdict(setup).items() if name not in _UNSEEN},
         **described(setup, builders),
         "checkpoint": models.fingerprint(setup.source),
@@ -99,10 +102,10 @@ def run(
             print(f"{directory} is complete; --restart runs it again")
 
 
-def _defined(made: Made) -> str:
+def _defined(made: Made, origin: str) -> str:
     """The definition of a policy, and a digest of its learned parameters."""
     policy, own = with_params(made)
-    return definition(policy) + (f" with parameters {digest(definition(own))}" if own else "")
+    return definition(policy, origin) + (f" with parameters {digest(definition(own))}" if own else "")
 
 
 class Todo:

@@ -1,24 +1,74 @@
 """Where results come from: the command, the code, the machine; and what says whether two policies are the same."""
 
+import dataclasses
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 import kvjax
+from kvjax.contract import FrozenArrays
 from kvjax.experiments.core.command import write_json
-from kvjax.experiments.core.meaning import definition as definition
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint", "transformers", "kvjax")
 _SOURCES = pathlib.Path(kvjax.__file__).parent
 _SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+
+
+def definition(value: Any, origin: str = "") -> str:
+    """What a policy is, or anything that one is made of, as text; equal texts give equal results.
+
+    That is its repr without addresses, which differ from process to process; a digest of the arrays inside, of which a
+    repr shows a part; and where it came from, if that is a file of a user: functions show no more than their names. Not
+    seen are modules that such a file imports, and files that it reads: after a change to these, begin anew.
+
+    Args:
+      value: a policy, its learned parameters, a task's builder.
+      origin: the user's file (`configs.loading.origin`) and what its code was given; empty for what is the project's.
+    """
+    shown, digest = repr(value), hashlib.sha256()
+    for array in (arrays := [*_arrays(value, set())]):
+        digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+    shown += f" of arrays {digest.hexdigest()[:16]}" if arrays else ""
+    shown += f" of {origin}" if origin else ""
+    return re.sub(r" at 0x[0-9a-f]+", "", shown)
+
+
+def _arrays(value: Any, seen: set[int]) -> Iterator[np.ndarray]:
+    """The arrays inside, but for those whose repr is a digest."""
+    if id(value) in seen or isinstance(value, FrozenArrays | type | types.ModuleType):
+        return
+    seen.add(id(value))
+    parts: Iterable[Any]
+    match value:
+        case np.ndarray() | jax.Array():
+            is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+            yield np.asarray(jax.random.key_data(value) if is_key else value)
+            return
+        case tuple() | list():
+            parts = value
+        case Mapping():
+            parts = value.values()
+        case functools.partial():
+            parts = value.func, value.args, value.keywords
+        case _ if dataclasses.is_dataclass(value):
+            parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        case _:
+            parts = getattr(value, "__dict__", {}).values()
+    for part in parts:
+        yield from _arrays(part, seen)
 
 
 def device_info() -> dict[str, Any]:

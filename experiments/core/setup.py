@@ -12,12 +12,13 @@ from tqdm import tqdm
 import kvjax
 from kvjax import configs, methods
 from kvjax.budgets import Schedule
+from kvjax.configs import loading
 from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Made, Setup, changed, label, with_params
 from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import tasks
 from kvjax.experiments.core import metrics
 from kvjax.experiments.core.engine import Prompt, prompts_of
-from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
 from kvjax.experiments.tasks.rows import Rows, read
 from kvjax.methods.hidden import DropChannels
@@ -60,11 +61,21 @@ def find_builders(setup: Setup) -> dict[str, Builder]:
 
 def described(setup: Setup, builders: Mapping[str, Builder]) -> dict[str, Any]:
     """What a manifest says of tasks, which tells whether two runs are on the same rows."""
-    made_by = lambda b: f"{b!r} of rows {b.digest}" if isinstance(b, Rows) else definition(b)
+    asked = dict(zip(builders, (*setup.task_names, *setup.data), strict=True))
     each = {
-        name: {"examples": count(b, setup) * len(setup.seeds), "builder": made_by(b)} for name, b in builders.items()
+        name: {"examples": count(b, setup) * len(setup.seeds), "builder": _made_by(b, asked[name])}
+        for name, b in builders.items()
     }
     return {"tasks": each, "text": text_digest(setup.text)}
+
+
+def _made_by(builder: Builder, asked: str) -> str:
+    """What makes the examples of a task, and code of the user's that scores them."""
+    if not isinstance(builder, Rows):
+        return definition(builder, loading.origin(asked.rpartition(":")[0]) if ".py:" in asked else "")
+    named = [m for m in builder.metrics if any(row.get("metric") == m for row in builder.objects)]
+    scored = "".join(f", scored by {m} of {loading.origin(m.rpartition(':')[0])}" for m in named if ".py:" in m)
+    return f"{builder!r} of rows {builder.digest}{scored}"
 
 
 def count(builder: Builder, setup: Setup) -> int:
@@ -258,9 +269,14 @@ def options_of(experiment: Experiment) -> dict[str, str]:
     return {each.name: each.options for each in (experiment, *_baselines(experiment)) if each.options}
 
 
+def origins_of(experiment: Experiment) -> dict[str, str]:
+    """The user's file that every method came from, and what it was given; methods of the project are left out."""
+    return {each.name: each.origin for each in (experiment, *_baselines(experiment)) if each.origin}
+
+
 def _baselines(experiment: Experiment) -> list[Experiment]:
     """The experiments beside, and those of baselines that are another method, at their budget where they have any."""
-    found = [*experiment.beside]
+    found = [dataclasses.replace(each, origin=each.origin or experiment.origin) for each in experiment.beside]
     for name, get_config in map(configs.find, experiment.setup.baselines or ()):
         if name not in (experiment.name, "full"):
             given = {"budget": (experiment.baseline_budget,), "setup": experiment.setup}

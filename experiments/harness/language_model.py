@@ -121,7 +121,7 @@ class HarnessModel(TemplateLM):
         self.seed = whole("seed", seed, 0, 2**31 - 1)
         if max_length is not None:
             whole("max_length", max_length, 2)
-        self.budget, self.policy = budget, policy_of(policy, budget, parameters)
+        self.budget, (self.policy, origin) = budget, policy_of(policy, budget, parameters)
         self.source = included(pretrained)
         self.tokenizer = models.load_tokenizer(self.source if tokenizer is None else tokenizer)
         self.model, self.params = models.load(self.source, dtype=dtype)
@@ -133,7 +133,7 @@ class HarnessModel(TemplateLM):
         self.config = {
             "checkpoint": models.fingerprint(self.source),
             "tokenizer": str(tokenizer),
-            "policy": definition(self.policy),
+            "policy": definition(self.policy, origin),
             "block": self.block,
             "dtype": jnp.dtype(self.model.config.dtype).name,
             "max_length": self.max_length,

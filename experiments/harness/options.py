@@ -10,8 +10,8 @@ from kvjax.configs.experiment import Budget, label, with_params
 from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
 
 
-def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str, Any]) -> Policy:
-    """The policy that a config makes.
+def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str, Any]) -> tuple[Policy, str]:
+    """The policy that a config makes, and the user's file that it came from (`definition`), if it did.
 
     Args:
       name: a file in configs/, by name, or a path to another one; or a policy, which is taken as it is.
@@ -25,7 +25,7 @@ def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str
         one, or several policies.
     """
     if isinstance(name, Policy):
-        return name
+        return name, ""
     _, get_config = configs.find(str(name))
     own = [p for p in inspect.signature(get_config).parameters if p != "setup"]
     given = dict(parameters) if budget is None else {"budget": budget, **parameters}
@@ -37,7 +37,8 @@ def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str
     if "budget" in own and budget is None:
         raise ValueError(f"policy={name} needs budget=, a number of tokens such as 64 or a share such as 0.2")
     hints = typing.get_type_hints(get_config)
-    found = get_config(**{p: _as_typed(value, hints[p]) for p, value in given.items()}).policies
+    experiment = get_config(**{p: _as_typed(value, hints[p]) for p, value in given.items()})
+    found = experiment.policies
     if len(found) != 1:
         several = [p for p in own if typing.get_args(hints[p])[1:] == (...,)]
         raise ValueError(
@@ -47,7 +48,7 @@ def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str
     policy, own = with_params(found[0][1])
     if own:
         raise ValueError(f"policy={name} has learned parameters, which lm-eval's models here do not take; use run.py")
-    return policy
+    return policy, f"{experiment.origin} at {label(found[0][0])}" if experiment.origin else ""
 
 
 def _as_typed(value: Any, wanted: Any) -> Any:

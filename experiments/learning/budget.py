@@ -35,7 +35,7 @@ from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
 from kvjax.decide.select import best
 from kvjax.experiments.core.command import write_json
-from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.learning import budget_report
 from kvjax.experiments.learning.future_rows import RankedReading, Reader, examples, measured_keys
@@ -101,7 +101,7 @@ def learn(
     with jax.enable_x64(True):
         return fit(
             directory,
-            definition((*what, experiment.temperature, experiment.prompts)),
+            definition((*what, experiment.temperature, experiment.prompts), experiment.origin),
             experiment.family.init(model.config.num_layers, model.config.num_kv_heads),
             loss,
             data,
@@ -278,10 +278,11 @@ def run(
     Returns:
       The report's text, empty where `max_steps` came first.
     """
+    known = lambda made: definition(made, experiment.origin)
     config = {
         "name": experiment.name,
-        "policies": [{"budget": label(b), "policy": definition(experiment.method(b))} for b in experiment.budgets],
-        "family": definition(experiment.family),
+        "policies": [{"budget": label(b), "policy": known(experiment.method(b))} for b in experiment.budgets],
+        "family": known(experiment.family),
         "objective": experiment.objective,
         "learning": {n: getattr(experiment, n) for n in ("steps", "rate", "temperature")},
         "baselines": {n: getattr(experiment, n) for n in ("pyramid_beta", "ada_alpha")},

@@ -16,7 +16,7 @@ from kvjax.configs.experiment import label
 from kvjax.experiments import stopping
 from kvjax.experiments.core.engine import Engine, Prompt, shapes
 from kvjax.experiments.core.job import Todo, run_engines
-from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
 from kvjax.experiments.papers.methods import Budget

@@ -15,7 +15,7 @@ import numpy as np
 from kvjax import Policy
 from kvjax.experiments import corpus
 from kvjax.experiments.core.engine import Prompt, prompts_of
-from kvjax.experiments.core.meaning import definition
+from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.tables import DATA, LONGBENCH, DataSet

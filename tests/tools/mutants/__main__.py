@@ -1,7 +1,7 @@
 """Breaks the code in one place after another and runs the tests of that place: each must fail.
 
-    python -m tests.mutants                      # all of them, half an hour on 2 cores; writes tests/mutants/README.md
-    python -m tests.mutants --only kvjax/pool    # those whose file or words contain a text; prints alone
+    python -m tests.tools.mutants                      # all of them, half an hour on 2 cores; writes its README.md
+    python -m tests.tools.mutants --only kvjax/pool    # those whose file or words contain a text; prints alone
 
 A line of `mutants.jsonl` says what is broken, in which file, what stands there and what instead, and which tests are
 asked. They run on copies of the project, one a core, so the working tree stays as it is.
@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 NO_TESTS = 5  # how pytest exits where none is selected
 SAID = {True: "noticed", False: "ESCAPED", None: "skipped"}
 LIMIT = 1800  # seconds for the tests of one mutant; one that hangs is noticed as well

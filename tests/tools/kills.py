@@ -1,6 +1,6 @@
 """Jobs that are killed at any moment: run again, they end with the results of those that nobody disturbed.
 
-    python -m tests.kills DIRECTORY 30
+    python -m tests.tools.kills DIRECTORY 30
 
 kills by turns the main job under both protocols, a sweep, a board, the learning of budgets, and the training of a
 model.

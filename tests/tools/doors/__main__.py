@@ -1,7 +1,7 @@
 """Opens kvjax as new users do, and prints what opened.
 
-    python -m tests.doors            # Python 3.11 and 3.12, each with the lowest and the highest allowed dependencies
-    python -m tests.doors --short    # Python 3.11 with the lowest, without the slow tests: what CI runs
+    python -m tests.tools.doors            # Python 3.11 and 3.12, each with the lowest and the highest dependencies
+    python -m tests.tools.doors --short    # Python 3.11 with the lowest, without the slow tests: what CI runs
 
 A wheel is built and installed into fresh environments. In a folder that has a `models.py`, `configs.py` and
 `experiments.py` of a user's own, each imports kvjax beside them, runs the blocks of the README, a first look at the
@@ -23,7 +23,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 HERE = pathlib.Path(__file__).parent
 READMES = ["README.md", *(f"{p}/README.md" for p in ("kvjax", "kvjax", "models", "experiments", "pallas_kernels"))]
 TOOLS = ["mypy", "pyright"]
@@ -185,7 +185,7 @@ def opened(python: str, lowest: bool, wheel: pathlib.Path, short: bool) -> Itera
 
 def main() -> None:
     """Prints a row for everything that was tried; ends with 1 where something failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.doors")
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.doors")
     parser.add_argument(
         "--short", action="store_true", help="the lowest dependencies on one Python, without slow tests"
     )

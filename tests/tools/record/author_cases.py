@@ -1,6 +1,6 @@
 """Records what the code of methods' authors keeps: the cases of tests/golden/authors.json.
 
-    cd tests/golden; PYTHON -m record.author_cases CLONES authors.json
+    cd tests/tools; PYTHON -m record.author_cases CLONES ../golden/authors.json
 
 CLONES is a directory with clones of `REPOSITORIES` under these names; PYTHON has numpy, torch and transformers, no GPU
 and no kvjax. Their files import CUDA extensions and transformers of their time, so that of each file the classes and

@@ -1,6 +1,6 @@
 """Records what kvpress keeps: the cases of tests/golden/peers.json.
 
-    cd tests/golden; PEERS_PYTHON -m record.peer_cases peers.json
+    cd tests/tools; PEERS_PYTHON -m record.peer_cases ../golden/peers.json
 
 It runs in the peers' environment, which `kvjax.experiments.bench.peers` makes and which has no kvjax. Every case reads
 a prompt of hidden states through the attention layers of a random Llama, under one press with its own hooks, and notes

@@ -1,1 +1,0 @@
-"""Records what other libraries keep: the golden files beside this folder. No module here imports kvjax."""
