@@ -9,19 +9,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def cell(value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f") -> str:
+def cell(
+    value: float | None,
+    low: float | None = None,
+    high: float | None = None,
+    form: str = ".1f",
+    ends: str | None = None,
+) -> str:
     """A number and its interval, such as "62.5 [45.3, 77.1]".
 
     Args:
       value: nothing is shown of None and NaN.
       low, high: the ends of the interval; the value alone is shown where one of them is None or not finite.
       form: how each of the three is formatted, such as "+.1f".
+      ends: how the ends are, if not as the value.
     """
     if value is None or math.isnan(value):
         return ""
-    known = [end for end in (low, high) if end is not None and math.isfinite(end)]
-    ends = f" [{', '.join(f'{end:{form}}' for end in known)}]" if len(known) == 2 else ""
-    return f"{value:{form}}{ends}"
+    known = [f"{end:{ends or form}}" for end in (low, high) if end is not None and math.isfinite(end)]
+    return f"{value:{form}}" + (f" [{', '.join(known)}]" if len(known) == 2 else "")
 
 
 def percent(value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f") -> str:
@@ -43,6 +49,13 @@ def scored(number: Mapping[Any, Any], form: str = ".2f") -> str:
     if number["kind"] == "score":
         return percent(*ends)
     return cell(*ends, form=form if number["kind"] == "nll" and number["value"] < 10_000 else ".4g")
+
+
+def difference(likely: bool, value: float, low: float, high: float) -> str:
+    """A difference with its interval: of log-likelihoods the ratio of perplexities, of scores their points."""
+    if not likely:
+        return percent(value, low, high, "+.1f")
+    return f"\N{MULTIPLICATION SIGN}{cell(*(math.exp(x) if x < 700 else math.inf for x in (value, low, high)), '.3f')}"
 
 
 class Name(str):

@@ -16,7 +16,7 @@ import pandas as pd
 
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import table
-from kvjax.experiments.core.page import Cell, Name, Table, cell, percent, scored
+from kvjax.experiments.core.page import Cell, Name, Table, cell, difference, scored
 from kvjax.experiments.core.sources import Found
 from kvjax.experiments.core.table import AVERAGE, NUMBER, has_budget, is_full
 
@@ -160,7 +160,7 @@ def compared(view: View) -> Table:
     alike = _ALIKE if any(c.get("same") is not None for c in numbers) else {}
     columns: Columns = {
         "number": lambda c: _linked(c, Cell(scored(c)).value),
-        "difference": lambda c: Cell(difference(c), c["difference"]),
+        "difference": lambda c: Cell(beside(c), c["difference"]),
         "p": lambda c: Cell(probability(c), c["p"], note=f"{c['test']}, of {c['compared']:.0f} comparisons"),
         "verdict": lambda c: Cell(c["verdict"], kind=c["verdict"]),
         "rows": lambda c: Cell(str(c["n"]), c["n"]),
@@ -218,13 +218,11 @@ def timed(c: Number, name: str, form: str, scale: float = 1) -> Cell:
     return dataclasses.replace(found, text=text)
 
 
-def difference(c: Number) -> str:
-    """Beside the full cache: points of a score, or the ratio of perplexities; with its interval."""
-    found: list[float] = [c[name] for name in ("difference", "difference_low", "difference_high")]
-    if c["kind"] != "nll":
-        return percent(*found, form="+.1f")
-    mean, high, low = (math.exp(-x) if x > -700 else math.inf for x in found)  # of the baseline's less the method's
-    return f"\N{MULTIPLICATION SIGN}{cell(mean, low, high, '.3f')}"
+def beside(c: Number) -> str:
+    """The difference to the full cache: points of a score, or the ratio of perplexities, above 1 where it is worse."""
+    value, low, high = (c[name] for name in ("difference", "difference_low", "difference_high"))
+    likely = c["kind"] == "nll"  # of these it is the full cache's less the method's
+    return difference(likely, -value, -high, -low) if likely else difference(likely, value, low, high)
 
 
 def probability(c: Number) -> str:
@@ -281,7 +279,7 @@ def html(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent), autoescape=True, trim_blocks=True,
         undefined=jinja2.StrictUndefined, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {f.__name__: f for f in (scored, difference, probability, budget, method, searched, words)}
+    environment.filters |= {f.__name__: f for f in (scored, beside, probability, budget, method, searched, words)}
     count = sum(len(view.numbers) for view in shown)
     fitting = max(0, min(most, _SAMPLE_BYTES // (300 * max(count, 1))))
     of = found.lines.groupby([*NUMBER], sort=False)
