@@ -17,14 +17,16 @@ if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import bisect
+import collections
 import dataclasses
 import functools
 import gzip
 import inspect
+import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -38,7 +40,7 @@ from kvjax.experiments.core import job, metrics, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.engine import Shape, shapes
-from kvjax.experiments.core.page import Table
+from kvjax.experiments.core.page import Table, markdown, percent, scored
 from kvjax.experiments.core.setup import build, find_builders, read_text
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.run import config_of
@@ -252,8 +254,6 @@ class Found:
       scores: of every policy the examples', in an order that all share; for perplexities the log-likelihoods.
       contexts: the context of each example; None where no two share theirs.
       tasks: the task of each example.
-      alike: of every policy, where answers are compared with the full cache's, means of what `core.table.agreement`
-        measures.
     """
 
     part: Part
@@ -261,7 +261,11 @@ class Found:
     scores: Mapping[tuple[str, str], list[float]]
     contexts: list[Any] | None
     tasks: list[str]
-    alike: Sequence[Mapping[Any, Any]] = ()
+
+    @property
+    def full(self) -> Number:
+        """The full cache's."""
+        return next(n for n in self.numbers if n["method"] == "full")
 
     def compared(self, a: Number, b: Number) -> stats.Comparison:
         """Whether one policy is better than another on the same examples."""
@@ -311,19 +315,16 @@ def read(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = 
     from kvjax.experiments.core import table
 
     lines = judged(part, directories)
-    every, rows = table.records(table.numbers(lines)), table.examples(lines).sort_values(["task", "index"])
-    averages = [n for n in every if n["task"] == table.AVERAGE]
-    written = lines.groupby(["method", "budget"])["tokens"].mean()
-    for n in every:
-        n["written"] = written[n["method"], n["budget"]]
+    rows = table.examples(lines).sort_values(["task", "index"])
+    every = table.numbers(lines, more if part.beside_full else ())
+    written = lines.groupby(["method", "budget"])["tokens"].mean().rename("written")
+    averages = every[every["task"] == table.AVERAGE] if table.AVERAGE in {*every["task"]} else every
+    numbers = table.records(averages.join(written, on=["method", "budget"]))
     each = rows.groupby(["method", "budget"], sort=False)
-    first = next(own for _, own in each)
     scores = {(str(method), str(budget)): own["value"].tolist() for (method, budget), own in each}
-    contexts = [*zip(first["task"], first["context"], strict=True)]
-    about = contexts if len({*contexts}) < len(contexts) else None, first["task"].tolist()
-    alike = table.means(table.agreement(lines, more)).to_dict("records") if part.beside_full else ()
+    first = next(own for _, own in each)
     columns = ["method", "budget", "task", "index", "context", "value", "kv_bytes", "kv_bytes_needed", "live"]
-    return Found(part, averages or every, scores, *about, alike), rows[columns]
+    return Found(part, numbers, scores, table.clusters(first), first["task"].tolist()), rows[columns]
 
 
 @functools.cache
@@ -333,37 +334,26 @@ def wins(found: Found, share: float) -> tuple[list[tuple[int, int]], list[stats.
     p-values are adjusted for all pairs of the share (Holm).
     """
     here = found.at(share)
-    pairs = [(i, j) for i in range(len(here)) for j in range(i + 1, len(here))]
+    pairs = [*itertools.combinations(range(len(here)), 2)]
     each = stats.adjusted([found.compared(here[j], here[i]) for i, j in pairs])
-    count = np.zeros((len(here), 2), int)
-    for (i, j), c in zip(pairs, each, strict=True):
-        if c.verdict != "undecided":
-            better, worse = (j, i) if c.verdict == "better" else (i, j)
-            count[better, 0] += 1
-            count[worse, 1] += 1
+    decided = [(pair, c.verdict) for pair, c in zip(pairs, each, strict=True) if c.verdict != "undecided"]
+    won, lost = (
+        collections.Counter(pair[verdict == side] for pair, verdict in decided) for side in ("better", "worse")
+    )
     of_best = {j: c for (i, j), c in zip(pairs, each, strict=True) if i == 0}
-    return [(int(a), int(b)) for a, b in count], [of_best.get(i) for i in range(len(here))]
+    return [(won[i], lost[i]) for i in range(len(here))], [of_best.get(i) for i in range(len(here))]
 
 
-def _value(n: Number) -> str:
-    return _shown(n, ("value", "low", "high"), 100 if n["kind"] == "score" else 1)
-
-
-def _shown(n: Number, names: Sequence[str], scale: float) -> str:
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*(scale * n[name] for name in names))
-
-
-def table(found: Found, share: float) -> list[str]:
-    """Markdown of all methods at a share of bytes."""
+def table(found: Found, share: float) -> str | Table:
+    """All methods at a share of bytes."""
     here = found.at(share)
     if not here:
-        return [f"No method runs at {share:.4g} of the bytes."]
-    counts, beside = wins(found, share)
+        return f"No method runs at {share:.4g} of the bytes."
     rows = []
-    for n, (won, lost), c in zip(here, counts, beside, strict=True):
+    for n, (won, lost), c in zip(here, *wins(found, share), strict=True):
         verdict = "the best" if c is None else f"p = {c.p:.2g}, {c.verdict}"
         rows.append((*_cells(n), str(won), str(lost), verdict))
-    return Table((*_CELLS, "better than", "worse than", f"beside {_name(here[0])}"), rows).markdown()
+    return Table((*_CELLS, "better than", "worse than", f"beside {_name(here[0])}"), rows)
 
 
 _CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of prompt", "tokens written"
@@ -372,20 +362,20 @@ _CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of
 def _cells(n: Number) -> tuple[str, ...]:
     needed = n["kv_of_full"] * n["kv_bytes_needed"] / n["kv_bytes"]
     written = f"{n['written']:.1f}" if n["kind"] == "score" else ""  # of likelihoods nothing is
-    return _name(n), _value(n), f"{n['kv_of_full']:.1%}", f"{needed:.1%}", f"{n['live']:.1%}", written
+    return _name(n), scored(n, ".1f"), f"{n['kv_of_full']:.1%}", f"{needed:.1%}", f"{n['live']:.1%}", written
 
 
-def alike(found: Found, shares: Sequence[float]) -> list[str]:
-    """Markdown of what `core.table.agreement` measures, a row a policy and share of bytes."""
-    of = {(n["method"], n["budget"]): n for n in found.alike}
-    ends = lambda name: (name, f"{name}_low", f"{name}_high")
-    names = [name for name in found.alike[0] if f"{name}_low" in found.alike[0]]
+def alike(found: Found, shares: Sequence[float], more: Sequence[str]) -> Table:
+    """How far answers are the full cache's, as `core.table.agreement` measures, a row a policy and share of bytes."""
+    from kvjax.experiments.core.table import ALIKE
+
+    measures = *ALIKE, *more
     rows = [
-        (f"{100 * share:.4g} %", _name(n), *(_shown(of[n["method"], n["budget"]], ends(x), 100) for x in names))
+        (f"{100 * share:.4g} %", _name(n), *(percent(n[x], n[f"{x}_low"], n[f"{x}_high"]) for x in measures))
         for share in shares
         for n in found.at(share)
     ]
-    return Table(("bytes", "method", *names), rows).markdown()
+    return Table(("bytes", "method", *measures), rows)
 
 
 def beyond(found: Found, shares: Sequence[float]) -> list[Number]:
@@ -402,7 +392,7 @@ def _kept(found: Found, number: Number) -> float:
 
     NaN where the full cache itself scores nothing.
     """
-    (full,) = (n["value"] for n in found.numbers if n["method"] == "full")
+    full = found.full["value"]
     if number["kind"] != "score":
         return 100 * full / number["value"]
     return 100 * number["value"] / full if full else math.nan
@@ -424,8 +414,7 @@ def heat(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
     names = _order(parts, shares)
     figure, (grid,) = canvas(len(parts), width=4.6, height=max(3.0, 0.21 * len(names) + 1.2), sharey=True)
     for axes, found in zip(grid, parts.values(), strict=True):
-        (full,) = (n["value"] for n in found.numbers if n["method"] == "full")
-        score = found.numbers[0]["kind"] == "score"
+        full = found.full["value"]
         shown = np.full((len(names), len(shares)), np.nan)
         for j, share in enumerate(shares):
             for n in found.at(share):
@@ -438,8 +427,8 @@ def heat(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
         axes.set_xticks(range(len(shares)), [f"{100 * share:.4g} %" for share in shares])
         axes.set_yticks(range(len(names)), names, fontsize=7)
         axes.set_xlabel("of the full cache's bytes")
-        axes.set_title(f"{found.part.title}\n(full cache: {100 * full:.1f} %)" if score else
-                       f"{found.part.title}\n(full cache: {full:.2f})", fontsize="medium")  # fmt: skip
+        level = f"{100 * full:.1f} %" if found.full["kind"] == "score" else f"{full:.2f}"
+        axes.set_title(f"{found.part.title}\n(full cache: {level})", fontsize="medium")
     return message(figure, "What is left of the full cache's score", "percent; of perplexities full over method")
 
 
@@ -491,31 +480,31 @@ def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> tuple[str, li
 # --- the page ---
 
 
-def page(board: Board, parts: Mapping[str, Found]) -> Iterator[str]:
-    """Lines of `board.md`."""
+def page(board: Board, parts: Mapping[str, Found]) -> str:
+    """`board.md`."""
     shares = sorted(board.bytes, reverse=True)
     head, each = _title(parts, shares)
-    yield from (f"# {head} {', '.join(each)}", "")
     kept = "each method's own" if board.protect is None else "the first {} and the last {}".format(*board.protect)
     text = "the project's text" if board.text is None else pathlib.PurePath(board.text).name
-    yield (
+    blocks: list[str | Table] = [
         f"Model {board.model} in {board.dtype}, prompts of up to {board.length:,} tokens of {text}, {board.examples} "
         f"examples a task; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches with room "
         "for the answers; needed ones leave out what slots are rounded up by. Intervals are of 95 %; p-values are of "
         "paired tests on the same examples, adjusted for all pairs of methods of a table (Holm). Better than, worse "
-        "than: how many others."
-    )
-    yield from ("", "![What is left of the full cache's score](heat.png)", "")
-    yield from ("![Scores with intervals](curves.png)",)
+        "than: how many others.",
+        "![What is left of the full cache's score](heat.png)",
+        "![Scores with intervals](curves.png)",
+    ]
     for found in parts.values():
         title = found.part.title.capitalize()
         for share in shares:
-            yield from ("", f"## {title}, {100 * share:.4g} % of the bytes", "", *table(found, share))
-        yield from ("", f"## {title}, the full cache and what has no budget", "")
-        yield from Table(_CELLS, [_cells(n) for n in beyond(found, shares)]).markdown()
-        if found.alike:
-            yield from ("", f"## {title}: how far answers are the full cache's, %", "", *alike(found, shares))
-    yield ""
+            blocks += [f"## {title}, {100 * share:.4g} % of the bytes", table(found, share)]
+        cells = [_cells(n) for n in beyond(found, shares)]
+        blocks += [f"## {title}, the full cache and what has no budget", Table(_CELLS, cells)]
+        if found.part.beside_full:
+            blocks.append(f"## {title}: how far answers are the full cache's, %")
+            blocks.append(alike(found, shares, board.metrics))
+    return markdown(f"{head} {', '.join(each)}", *blocks)
 
 
 def run(board: Board, command: list[str]) -> None:
@@ -540,7 +529,7 @@ def run(board: Board, command: list[str]) -> None:
     write_figure(board.directory / "curves.png", curves(parts, shares))
     content = pd.concat(rows).to_csv(index=False, float_format="%.6g").encode()
     write_bytes(board.directory / "scores.csv.gz", gzip.compress(content, mtime=0))
-    write_bytes(board.directory / "board.md", "\n".join(page(board, parts)).encode())
+    write_bytes(board.directory / "board.md", page(board, parts).encode())
     print(f"written to {board.directory}")
 
 

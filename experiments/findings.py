@@ -35,16 +35,15 @@ from tqdm import tqdm
 
 import kvjax
 from kvjax import Evict, Policy, methods, models
-from kvjax.analysis import curves
+from kvjax.analysis import Interval, curves, interval
 from kvjax.budgets import Pyramid, Schedule
 from kvjax.configs.experiment import Budget, check_distinct, check_whole
-from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.compiled import read_cache_option
-from kvjax.experiments.core.page import Table
+from kvjax.experiments.core.page import Table, cell, markdown, percent
 from kvjax.experiments.core.setup import text_digest
 from kvjax.experiments.papers import prompts
-from kvjax.experiments.papers.base import canvas, message, style
+from kvjax.experiments.papers.base import message
 from kvjax.models.embedded import included
 from kvjax.models.written import write_bytes
 
@@ -128,16 +127,12 @@ def measured(
     options: Findings, policies: Mapping[Any, Make], oracles: Sequence[Any], first: int = 0
 ) -> Iterator[Divergences]:
     """Divergences of every policy and budget, batch by batch from a prompt on; the oracles' last."""
-    source = included(options.model)
-    tokenizer, size = (
-        models.load_tokenizer(source),
-        {"count": options.prompts, "length": options.length + options.follow},
-    )
-    ids = (
-        prompts.from_project(tokenizer, **size)
-        if options.text is None
-        else prompts.from_file(tokenizer, options.text, **size)
-    )
+    source, size = included(options.model), {"count": options.prompts, "length": options.length + options.follow}
+    tokenizer = models.load_tokenizer(source)
+    if options.text is None:
+        ids = prompts.from_project(tokenizer, **size)
+    else:
+        ids = prompts.from_file(tokenizer, options.text, **size)
     model, params = models.load(source, dtype=options.dtype)
     named = {", ".join(name): make for name, make in policies.items()}
     for i in tqdm(range(first, len(ids), options.batch_size), unit="batch"):
@@ -172,85 +167,76 @@ def shares(means: Float[np.ndarray, "S P D"]) -> dict[str, float]:
     return found | {"interactions": 1 - sum(found.values())}
 
 
-def explained(kl: Divergences, draws: int = 1000) -> dict[str, tuple[float, float, float]]:
+def explained(kl: Divergences, draws: int = 1000) -> dict[str, Interval]:
     """`shares` of mean log divergences, "P" in the order of `crossed`, with 95 % intervals of resampled prompts."""
     logs = _logs(kl).reshape(len(SCORES), len(PROTECTIONS), len(DIVISIONS), -1)
     rng, n = np.random.default_rng(0), logs.shape[-1]
     each = [shares(logs[..., rng.integers(n, size=n)].mean(-1)) for _ in range(draws)]
-    ends = lambda name: np.quantile([x[name] for x in each], (0.025, 0.975))
-    return {name: (x, float(ends(name)[0]), float(ends(name)[1])) for name, x in shares(logs.mean(-1)).items()}
+    ends = lambda name: map(float, np.quantile([x[name] for x in each], (0.025, 0.975)))
+    return {name: Interval(x, *ends(name)) for name, x in shares(logs.mean(-1)).items()}
 
 
 # --- pages ---
 
 
-def what_decides(options: Findings, kl: Divergences) -> tuple[list[str], Figure]:
+def what_decides(options: Findings, kl: Divergences) -> tuple[str, Figure]:
     """The page and the picture of the factorial."""
-    cells = [*crossed()]
-    found = [explained(kl[:, m]) for m in range(len(options.budget))]
-    figure, ((axes,),) = canvas(width=7.2)
-    names = [*found[0]]
-    for i, name in enumerate(names):
-        x = np.arange(len(found)) + 0.12 * (i - 1.5)
-        mean, low, high = 100 * np.array([of[name] for of in found]).T
-        axes.errorbar(x, mean, yerr=[np.maximum(mean - low, 0), np.maximum(high - mean, 0)], label=name, **style(i))
-    axes.set_xticks(range(len(found)), [f"{100 * b:.4g} %" for b in options.budget])
-    axes.set(xlabel="budget, of the prompt", ylabel="variance explained, % (95 % interval)", ylim=(-3, 103))
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    largest = {max(FACTORS, key=lambda f: of[f][0]) for of in found}
+    cells, head = [*crossed()], [f"{100 * b:.4g} %" for b in options.budget]
+    found = [explained(kl[:, m]) for m in range(len(head))]
+    largest = {max(FACTORS, key=lambda f: of[f].mean) for of in found}
     title = f"What decides most is the {largest.pop()}" if len(largest) == 1 else "What decides depends on the budget"
-    message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
-    shown = lambda x: "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * v for v in x))
-    text = [f"# {title}", "", _about(options, f"{len(cells)} policies a budget"), "", f"![{title}](FILE.png)", ""]
-    text += Table(
-        ("variance explained, %", *(f"{100 * b:.4g} %" for b in options.budget)),
-        [(name, *(shown(of[name]) for of in found)) for name in names],
-    ).markdown()
+    rows = [(name, *(percent(*of[name]) for of in found)) for name in found[0]]
+    tables: list[str | Table] = [Table(("variance explained, %", *head), rows)]
     for axis, factor in enumerate(FACTORS):
-        levels = [*dict.fromkeys(cell[axis] for cell in cells)]
-        rows = []
-        for level in levels:
-            of = _logs(kl[[cell[axis] == level for cell in cells]]).mean(0)
-            rows.append((level, *("{:.3f} [{:.3f}, {:.3f}]".format(*np.exp(stats.mean(x.tolist()))) for x in of)))
-        text += ["", f"Divergence in nats by {factor}, over all of the others:", ""]
-        text += Table((factor, *(f"{100 * b:.4g} %" for b in options.budget)), rows).markdown()
-    return [*text, ""], figure
+        levels = {cell[axis]: [other[axis] == cell[axis] for other in cells] for cell in cells}
+        rows = [(level, *_shown(_logs(kl[of]).mean(0), ".3f")) for level, of in levels.items()]
+        tables += [f"Divergence in nats by {factor}, over all of the others:", Table((factor, *head), rows)]
+    curves = {
+        name: {b: Interval(*(100 * x for x in of[name])) for b, of in zip(options.budget, found, strict=True)}
+        for name in found[0]
+    }
+    figure = _picture(options, title, curves, "variance explained, % (95 % interval)")
+    figure.axes[0].set_ylim(-3, 103)
+    return _page(options, title, f"{len(cells)} policies a budget", *tables), figure
 
 
-def to_hindsight(options: Findings, kl: Divergences) -> tuple[list[str], Figure]:
+def to_hindsight(options: Findings, kl: Divergences) -> tuple[str, Figure]:
     """The page and the picture of published methods beside hindsight."""
     names = [*(name for (name,) in published()), *(f"hindsight ({x})" for x in _ORACLES)]
     logs, first = _logs(kl), len(names) - len(_ORACLES)
     best, oracle = logs[:first].mean(-1).argmin(0), first + logs[first:].mean(-1).argmin(0)
-    ratios = [
-        np.exp(stats.mean((logs[i, m] - logs[j, m]).tolist()))
-        for m, (i, j) in enumerate(zip(best, oracle, strict=True))
-    ]
-    ends = dict.fromkeys(f"{f(float(r[0]) for r in ratios):.1f}" for f in (min, max))
+    at = range(len(options.budget))
+    ratios = logs[best, at] - logs[oracle, at]
+    ends = dict.fromkeys(f"{end(_typical(ratios).mean):.1f}" for end in (min, max))
     title = f"The best method's divergence is {' to '.join(ends)} times hindsight's"
-    figure, ((axes,),) = canvas(width=7.2)
-    rows = []
-    for p in np.argsort(logs.mean((1, 2))):
-        each = [np.exp(stats.mean(x.tolist())) for x in logs[p]]
-        rows.append((names[p], *("{:.3g} [{:.2g}, {:.2g}]".format(*x) for x in each)))
-        if p in oracle or p in best or names[p] == "random":
-            mean, low, high = np.array(each).T
-            i = len(axes.containers)
-            axes.errorbar(options.budget, mean, yerr=[mean - low, high - mean], label=names[p], **style(i))
-    axes.set(xscale="log", yscale="log", xlabel="budget, of the prompt", ylabel="divergence, nats (95 % interval)")
-    axes.set_xticks(options.budget, [f"{100 * b:.4g} %" for b in options.budget])
-    axes.minorticks_off()
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-    message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
-    text = [f"# {title}", "", _about(options, f"{first} methods"), "", f"![{title}](FILE.png)", ""]
-    head = [f"{100 * b:.4g} %" for b in options.budget]
-    cells = [
-        (b, names[i], names[j], "{:.2f} [{:.2f}, {:.2f}]".format(*r))
-        for b, i, j, r in zip(head, best, oracle, ratios, strict=True)
+    head, order = [f"{100 * b:.4g} %" for b in options.budget], np.argsort(logs.mean((1, 2)))
+    rows = zip(head, (names[i] for i in best), (names[i] for i in oracle), _shown(ratios, ".2f"), strict=True)
+    tables = [
+        Table(("at", "best method", "best in hindsight", "times its divergence"), [*rows]),
+        "Divergence in nats:",
+        Table(("policy", *head), [(names[p], *_shown(logs[p], ".3g", ".2g")) for p in order]),
     ]
-    text += Table(("at", "best method", "best in hindsight", "times its divergence"), cells).markdown()
-    text += ["", "Divergence in nats:", "", *Table(("policy", *head), rows).markdown(), ""]
-    return text, figure
+    drawn = [p for p in order if p in oracle or p in best or names[p] == "random"]
+    curves = {
+        names[p]: {b: Interval(*x) for b, *x in zip(options.budget, *_typical(logs[p]), strict=True)} for p in drawn
+    }
+    figure = _picture(options, title, curves, "divergence, nats (95 % interval)")
+    figure.axes[0].set_yscale("log")
+    return _page(options, title, f"{first} methods", *tables), figure
+
+
+def _typical(logs: Float[np.ndarray, "*rest B"]) -> Interval:
+    """Geometric means over prompts, with 95 % intervals."""
+    return Interval(*map(np.exp, interval(logs)))
+
+
+def _shown(logs: Float[np.ndarray, "M B"], form: str, ends: str | None = None) -> list[str]:
+    return [cell(*x, form=form, ends=ends) for x in zip(*_typical(logs), strict=True)]
+
+
+def _picture(options: Findings, title: str, curves: Mapping[str, Any], ylabel: str) -> Figure:
+    figure = kvjax.plot.budget_curve(curves, ylabel=ylabel, several=False)
+    return message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
 
 
 def _logs(kl: Divergences) -> Divergences:
@@ -261,7 +247,8 @@ def _logs(kl: Divergences) -> Divergences:
 _ORACLES: Final = ("head", "layer", "model")
 
 
-def _about(options: Findings, what: str) -> str:
+def _page(options: Findings, title: str, what: str, *tables: str | Table) -> str:
+    """Markdown of what was measured, and how it is measured again."""
     text = "the project's text" if options.text is None else options.text.name
     words = ["experiments/findings.py", options.name]
     for field in dataclasses.fields(options)[1:]:
@@ -269,16 +256,22 @@ def _about(options: Findings, what: str) -> str:
         if field.name != "output" and value != field.default:
             shown = value if isinstance(value, tuple) else (text if field.name == "text" else value,)
             words += [f"--{field.name.replace('_', '-')}", *map(str, shown)]
-    return (
+    about = (
         f"Model {options.model} in {options.dtype}, {options.prompts} prompts of {options.length:,} tokens of {text}; "
         f"the next {options.follow} are read with what is left; {what}. Geometric means over prompts, with 95 % "
         f"intervals. By `python {shlex.join(words)}`."
     )
+    return markdown(title, about, f"![{title}]({_stem(options)}.png)", *tables)
+
+
+def _stem(options: Findings) -> str:
+    """What files are called."""
+    return f"{options.name}-{pathlib.PurePath(options.model).name}"
 
 
 def run(options: Findings) -> None:
     """Measures what is missing, and writes."""
-    stem = f"{options.name}-{pathlib.PurePath(options.model).name}"
+    stem = _stem(options)
     check_output(options.output / f"{stem}.png")
     sizes = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
     text = None if options.text is None else str(options.text)
@@ -295,9 +288,9 @@ def run(options: Findings) -> None:
             content = io.BytesIO()
             np.savez_compressed(content, kl=kl.astype(np.float32), options=asked)
             write_bytes(stored, content.getvalue())
-    lines, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
+    page, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
     write_figure(options.output / f"{stem}.png", figure)
-    write_bytes(options.output / f"{stem}.md", "\n".join(lines).replace("FILE", stem).encode())
+    write_bytes(options.output / f"{stem}.md", page.encode())
     print(f"written to {options.output}")
 
 

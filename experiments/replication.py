@@ -21,7 +21,7 @@ import math
 import pathlib
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -35,7 +35,7 @@ from kvjax.experiments.board import PARTS, Board, Part, judged
 from kvjax.experiments.core import job, stats
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
-from kvjax.experiments.core.page import Table
+from kvjax.experiments.core.page import Table, difference, markdown
 from kvjax.experiments.core.setup import build, find_builders, text_digest
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.papers.methods import METHODS
@@ -239,10 +239,8 @@ def word(row: Row) -> str:
 def shown(row: Row) -> str:
     """The difference with its interval: points of a score, or the ratio of perplexities."""
     claim, _, part, c, scale, _ = row
-    if part == "perplexity" and claim.kind != "early":
-        low, mean, high = (math.exp(x) for x in (c.low, c.difference, c.high))
-        return f"\N{MULTIPLICATION SIGN}{mean:.3f} [{low:.3f}, {high:.3f}]"
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * scale * x for x in (c.difference, c.low, c.high)))
+    ends = (scale * x for x in (c.difference, c.low, c.high))
+    return difference(part == "perplexity" and claim.kind != "early", *ends)
 
 
 _POSITIONS: Final = "where kept tokens stand"
@@ -252,64 +250,52 @@ def _measured(row: Row) -> str:
     return _POSITIONS if row[0].kind == "early" else PARTS[row[2]].title
 
 
-def page(rows: Sequence[Row], options: Replication) -> Iterator[str]:
-    """Lines of `replication.md`."""
+def page(rows: Sequence[Row], options: Replication) -> str:
+    """`replication.md`."""
     count = {w: sum(word(row) == w for row in rows) for w in WORDS.values()}
     each = ", ".join(f"{n} {'hold' if w == 'holds' else w}" for w, n in count.items())
-    yield from (f"# Of {len(rows)} tries of {len({r[0] for r in rows})} claims {each}", "")
-    text = (
-        "" if options.text is None else f" (text {pathlib.PurePath(options.text).name} where it is not the project's)"
-    )
-    yield (
+    text = options.text and f" (text {pathlib.PurePath(options.text).name} where it is not the project's)"
+    blocks: list[str | Table] = [
         f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
-        f"{', '.join(options.models)}{text}; policies with each paper's settings, each evicting from the whole prompt "
-        "at once, at shares of it. Differences are points of the score, of perplexities the other's over the method's, "
-        "above 1 where the method is better; with 95 % intervals. A word is by a paired test on the same examples, "
-        "adjusted for all claims of a model (Holm). For a claim to keep a share of the full cache's score, the "
-        f"difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent less; for the "
-        "gain at small budgets, between gains at the smallest and the largest; for the beginning, between the share "
-        "of what is kept there and a half. Where both means are near 0, or both near the full cache's, a try could "
-        "not have shown much."
-    )
-    yield from ("", "![The claims with intervals](claims.png)")
+        f"{', '.join(options.models)}{text or ''}; policies with each paper's settings, each evicting from the whole "
+        "prompt at once, at shares of it. Differences are points of the score, of perplexities the other's over the "
+        "method's, above 1 where the method is better; with 95 % intervals. A word is by a paired test on the same "
+        "examples, adjusted for all claims of a model (Holm). For a claim to keep a share of the full cache's "
+        f"score, the difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent "
+        "less; for the gain at small budgets, between gains at the smallest and the largest; for the beginning, "
+        "between the share of what is kept there and a half. Where both means are near 0, or both near the full "
+        "cache's, a try could not have shown much.",
+        "![The claims with intervals](claims.png)",
+    ]
+    head = "claim", "where", "model", "measured by", "means", "difference", "word"
     for paper, title in PAPERS.items():
-        yield from ("", f"## {title}", "")
         of_paper = [row for row in rows if row[0].paper == paper]
         cells = [(r[0].says, r[0].where, r[1], _measured(r), r[5], shown(r), word(r)) for r in of_paper]
-        yield from Table(("claim", "where", "model", "measured by", "means", "difference", "word"), cells).markdown()
-    yield ""
+        blocks += [f"## {title}", Table(head, cells)]
+    return markdown(f"Of {len(rows)} tries of {len({r[0] for r in rows})} claims {each}", *blocks)
 
 
 def plot(rows: Sequence[Row]) -> Figure:
     """Every claim's difference with its interval, a panel a part, a mark a model; filled where the word is not open."""
     every = [*dict.fromkeys(row[0] for row in rows)][::-1]
     panels, names = sorted({_measured(row) for row in rows}), [*dict.fromkeys(row[1] for row in rows)]
+    aside = dict(zip(names, np.linspace(0.26, -0.26, len(names)) if len(names) > 1 else [0.0], strict=True))
     width = 4.4 + 6.0 / len(panels)  # names of claims, and of models, stand aside
     figure, (grid,) = canvas(len(panels), width=width, height=0.42 * len(every) + 1.5, sharey=True)
     for axes, panel in zip(grid, panels, strict=True):
         axes.axvline(0, color="0.4", linewidth=1)
-        for row in rows:
-            claim, model, _, c, scale, _ = row
-            if _measured(row) != panel:
-                continue
-            i = names.index(model)
-            look = {**style(i), "linestyle": "none", "markersize": 5}
+        for claim, model, _, c, scale, _ in (row for row in rows if _measured(row) == panel):
+            look = {**style(names.index(model)), "linestyle": "none", "markersize": 5}
             look["markerfacecolor"] = "white" if c.verdict == "undecided" else look["color"]
-            at = (
-                every.index(claim) + 0.26 * (1 - 2 * i / max(len(names) - 1, 1))
-                if len(names) > 1
-                else every.index(claim)
-            )
             x, low, high = (100 * scale * v for v in (c.difference, c.low, c.high))
-            axes.errorbar([x], [at], xerr=[[x - low], [high - x]], **look)
+            axes.errorbar([x], [every.index(claim) + aside[model]], xerr=[[x - low], [high - x]], **look)
         for i, model in enumerate(names):
             axes.plot([], [], label=model, **{**style(i), "linestyle": "none"})
         axes.set_title(panel, fontsize="medium")
         units = {PARTS["perplexity"].title: "100 x log of perplexities' ratio", _POSITIONS: "points of share"}
         axes.set_xlabel(units.get(panel, "points of the score"))
-        axes.set_yticks(
-            range(len(every)), [f"{PAPERS[c.paper].split()[0]}: {c.says}" for c in every], fontsize="x-small"
-        )
+        labels = [f"{PAPERS[c.paper].split()[0]}: {c.says}" for c in every]
+        axes.set_yticks(range(len(every)), labels, fontsize="x-small")
         axes.set_ylim(-0.7, len(every) - 0.3)
     grid[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
     return message(figure, "The papers' claims on models that run here", "right of 0: as claimed; hollow: undecided")
@@ -338,7 +324,7 @@ def run(options: Replication, command: list[str]) -> None:
     content = pd.concat(tables).to_csv(index=False, float_format="%.6g").encode()
     write_bytes(options.output / "scores.csv.gz", gzip.compress(content, mtime=0))
     write_figure(options.output / "claims.png", plot(rows))
-    write_bytes(options.output / "replication.md", "\n".join(page(rows, options)).encode())
+    write_bytes(options.output / "replication.md", page(rows, options).encode())
     print(f"written to {options.output}")
 
 

@@ -85,11 +85,11 @@ def test_a_table_has_the_best_first_and_what_costs_less():
         number("full", 1.0, 1.0, "1.0"),
     ]
     of = found(*every)
-    lines = board.table(of, 0.25)
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["think channels-0.5", "b", "a"]
-    assert "beside think channels-0.5" in lines[0]
-    assert "| 25.0% | 20.0% |" in lines[3]
-    assert board.table(of, 0.1) == ["No method runs at 0.1 of the bytes."]
+    made = board.table(of, 0.25)
+    assert [row[0] for row in made.rows] == ["think channels-0.5", "b", "a"]
+    assert made.head[-1] == "beside think channels-0.5"
+    assert made.rows[1][2:4] == ("25.0%", "20.0%")
+    assert board.table(of, 0.1) == "No method runs at 0.1 of the bytes."
     assert [n["method"] for n in board.beyond(of, (0.1, 0.25))] == ["fastgen", "full"]
 
 
@@ -118,8 +118,8 @@ def test_the_title_is_of_bytes_at_which_most_methods_run():
         number("a", 0.1, 0.5, "bytes-0.1"),
     )
     of = found(*numbers, full=[1.0] * 12, a=[1.0] * 12, b=[0.9] * 12)
-    (line, *_) = board.page(Board(bytes=(0.25, 0.1, 0.01)), {"in_prompt": of})
-    assert line.startswith("# Of 2 methods at 25 % of the bytes")
+    page = board.page(Board(bytes=(0.25, 0.1, 0.01)), {"in_prompt": of})
+    assert page.startswith("# Of 2 methods at 25 % of the bytes")
 
 
 def test_where_the_full_cache_scores_nothing_the_map_is_empty():

@@ -39,7 +39,7 @@ def test_the_best_method_beside_the_best_mask():
     text, figure = findings.to_hindsight(options, kl)
     assert figure.get_suptitle() == "The best method's divergence is 2.0 times hindsight's"
     name = [*findings.published()][1][0]
-    assert [line for line in text if line.startswith("| 25 %")] == [
+    assert [line for line in text.splitlines() if line.startswith("| 25 %")] == [
         f"| 25 % | {name} | hindsight (model) | 2.00 [2.00, 2.00] |"
     ]
 

@@ -5,22 +5,29 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
-def cell(value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f") -> str:
+def cell(
+    value: float | None,
+    low: float | None = None,
+    high: float | None = None,
+    form: str = ".1f",
+    ends: str | None = None,
+) -> str:
     """A number and its interval, such as "62.5 [45.3, 77.1]".
 
     Args:
       value: nothing is shown of None and NaN.
       low, high: the ends of the interval; the value alone is shown where one of them is None or not finite.
       form: how each of the three is formatted, such as "+.1f".
+      ends: how the ends are, if not as the value.
     """
     if value is None or math.isnan(value):
         return ""
-    known = [end for end in (low, high) if end is not None and math.isfinite(end)]
-    ends = f" [{', '.join(f'{end:{form}}' for end in known)}]" if len(known) == 2 else ""
-    return f"{value:{form}}{ends}"
+    known = [f"{end:{ends or form}}" for end in (low, high) if end is not None and math.isfinite(end)]
+    return f"{value:{form}}" + (f" [{', '.join(known)}]" if len(known) == 2 else "")
 
 
 def percent(value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f") -> str:
@@ -29,9 +36,71 @@ def percent(value: float | None, low: float | None = None, high: float | None = 
     return cell(*scaled, form=form)
 
 
+def scored(number: Mapping[Any, Any], form: str = ".2f") -> str:
+    """The value of a row of `core.table.numbers` with its interval.
+
+    Scores are in percent, perplexities as themselves, and what other programs measured has four digits.
+
+    Args:
+      number: its kind, value, low and high.
+      form: of perplexities.
+    """
+    ends = [number[name] for name in ("value", "low", "high")]
+    if number["kind"] == "score":
+        return percent(*ends)
+    return cell(*ends, form=form if number["kind"] == "nll" and number["value"] < 10_000 else ".4g")
+
+
+def difference(likely: bool, value: float, low: float, high: float) -> str:
+    """A difference with its interval: of log-likelihoods the ratio of perplexities, of scores their points."""
+    if not likely:
+        return percent(value, low, high, "+.1f")
+    return f"\N{MULTIPLICATION SIGN}{cell(*(math.exp(x) if x < 700 else math.inf for x in (value, low, high)), '.3f')}"
+
+
+class Name(str):
+    """What something is called by others, which is no markup in any form of a table."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A number, with what a browser does with it.
+
+    Attributes:
+      text: such as "62.5 [45.3, 77.1]".
+      key: what rows are sorted by; the text if None.
+      link: the anchor in the page that it leads to.
+      note: shown beside the pointer.
+      kind: a class of the page's style.
+      bold: whether its value stands out.
+    """
+
+    text: str
+    key: float | None = None
+    link: str = ""
+    note: str = ""
+    kind: str = ""
+    bold: bool = False
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def value(self) -> str:
+        """The text without its interval."""
+        return self.text.partition(" [")[0]
+
+    @property
+    def interval(self) -> str:
+        """The interval alone."""
+        return self.text.removeprefix(self.value).strip()
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells under titles.
+    """Cells under titles; `page.html.jinja` has its form for a browser.
 
     Attributes:
       head: the titles of the columns.
@@ -39,16 +108,21 @@ class Table:
     """
 
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Cell]]
+
+    def without(self, title: str) -> "Table":
+        """All columns but one."""
+        i = self.head.index(title)
+        return Table([*self.head[:i], *self.head[i + 1 :]], [[*row[:i], *row[i + 1 :]] for row in self.rows])
 
     def markdown(self) -> list[str]:
         """Lines of Markdown."""
-        first, *lines = (f"| {' | '.join(map(plain, row))} |" for row in (self.head, *self.rows))
+        first, *lines = (f"| {' | '.join(map(_marked, row))} |" for row in (self.head, *self.rows))
         return [first, "|" + "---|" * len(self.head), *lines]
 
     def screen(self) -> list[str]:
         """Lines of aligned columns."""
-        every = [self.head, *self.rows]
+        every = [[*map(str, row)] for row in (self.head, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*every, strict=True)]
         return ["  ".join(x.ljust(width) for x, width in zip(row, widths, strict=True)).rstrip() for row in every]
 
@@ -57,6 +131,14 @@ class Table:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
         return text.getvalue()
+
+
+def _marked(x: str | Cell) -> str:
+    if isinstance(x, Name):
+        return escaped(x)
+    if isinstance(x, Cell) and x.bold:
+        return f"**{x.value}** {x.interval}".rstrip()
+    return plain(str(x))
 
 
 def markdown(title: str, *blocks: "str | Table") -> str:

@@ -8,8 +8,6 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import pandas as pd
-
 from kvjax.configs.experiment import Setup
 from kvjax.experiments.core import table
 from kvjax.experiments.core.records import Key, read_bad, read_lines, read_manifest
@@ -50,31 +48,21 @@ class Run:
 
 @dataclasses.dataclass
 class Found:
-    """What directories hold.
+    """What directories hold, or one of them, or one call of lm-eval.
 
     Attributes:
-      lines: of all runs, as `table.lines` makes them.
-      numbers: what comes without lines, in the columns of `table.numbers`.
       runs: all finished ones.
+      lines: of all runs, as `table.lines` makes them, once all are read.
+      numbers: what comes without lines, in the columns of `table.numbers`.
       papers: (directory, content) of what `experiments/reproduce.py` wrote.
       skipped: (path, why) of what holds none.
     """
 
-    lines: pd.DataFrame
-    numbers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     runs: list[Run] = dataclasses.field(default_factory=list)
+    lines: Any = dataclasses.field(default_factory=list)
+    numbers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     papers: list[tuple[pathlib.Path, dict[str, Any]]] = dataclasses.field(default_factory=list)
     skipped: list[tuple[pathlib.Path, str]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _Part:
-    """What one directory adds, or one call of lm-eval."""
-
-    runs: list[Run] = dataclasses.field(default_factory=list)
-    lines: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    numbers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    papers: list[tuple[pathlib.Path, dict[str, Any]]] = dataclasses.field(default_factory=list)
 
 
 def read(directories: Sequence[pathlib.Path], output: pathlib.Path | None = None) -> Found:
@@ -89,7 +77,7 @@ def read(directories: Sequence[pathlib.Path], output: pathlib.Path | None = None
     """
     if absent := [str(d) for d in directories if not d.exists()]:
         raise ValueError(f"there is no {', '.join(absent)}")
-    parts, skipped, seen = list[_Part](), list[tuple[pathlib.Path, str]](), set[pathlib.Path]()
+    found, seen = Found(), set[pathlib.Path]()
 
     def take(directory: pathlib.Path) -> bool:
         """Whether a directory holds anything, broken or not."""
@@ -99,32 +87,34 @@ def read(directories: Sequence[pathlib.Path], output: pathlib.Path | None = None
                 continue
             seen.add(path.resolve())
             try:
-                parts.append(reader(path))
+                part = reader(path)
             except (ValueError, OSError) as e:
-                skipped.append((path, str(e)))
+                found.skipped.append((path, str(e)))
             except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:  # no run writes such
-                skipped.append((path, f"broken ({type(e).__name__}: {e})"))
+                found.skipped.append((path, f"broken ({type(e).__name__}: {e})"))
+            else:
+                for name in ("runs", "lines", "numbers", "papers"):
+                    getattr(found, name).extend(getattr(part, name))
         return bool(readers)
 
     for directory in (d for d in directories if d.is_dir()):
         if not take(directory):
             within = sorted(d for d in directory.iterdir() if d.is_dir() and not d.name.startswith("."))
             if not sum(map(take, within)) and not (output and output.resolve() == directory.resolve()):
-                skipped.append((directory, "no finished run of run.py, of reproduce.py or of lm-eval"))
-    runs = [run for part in parts for run in part.runs]
-    if not runs:
-        reasons = "".join(f"\n  {path}: {why}" for path, why in skipped)
+                found.skipped.append((directory, "no finished run of run.py, of reproduce.py or of lm-eval"))
+    if not found.runs:
+        reasons = "".join(f"\n  {path}: {why}" for path, why in found.skipped)
         raise ValueError(f"no finished run among the directories given; run experiments/run.py first{reasons}")
-    lines, numbers = _without_repeats(parts), dict[tuple[Any, ...], dict[str, Any]]()
-    _name_apart(runs)
-    for number in (number for part in parts for number in part.numbers):
+    _name_apart(found.runs)
+    numbers = dict[tuple[Any, ...], dict[str, Any]]()
+    for number in found.numbers:
         numbers.setdefault(tuple(number[k] for k in table.NUMBER), number | {"runs": (number["run"].name,)})
-    of_runs = [line | {"run": line["run"].name} for line in lines]
-    papers = [paper for part in parts for paper in part.papers]
-    return Found(table.lines(of_runs), [*numbers.values()], runs, papers, skipped)
+    found.numbers = [*numbers.values()]
+    found.lines = table.lines([line | {"run": line["run"].name} for line in _without_repeats(found.lines)])
+    return found
 
 
-def _readers(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path, Callable[[pathlib.Path], _Part]]]:
+def _readers(directory: pathlib.Path) -> Iterator[tuple[pathlib.Path, Callable[[pathlib.Path], Found]]]:
     """What is read in a directory; of lm-eval's calls the newest first."""
     if (directory / "manifest.json").is_file():
         yield directory, _reproduced if (directory / "report.json").is_file() else _run
@@ -143,7 +133,7 @@ def _name_apart(runs: Sequence[Run]) -> None:
 # --- runs ---
 
 
-def _run(directory: pathlib.Path) -> _Part:
+def _run(directory: pathlib.Path) -> Found:
     """A run of `experiments/run.py`.
 
     Raises:
@@ -179,7 +169,7 @@ def _run(directory: pathlib.Path) -> _Part:
     for number, (key, line) in sorted(enumerate(found.items(), 1), key=lambda item: rank(item[1][0])):
         which = {"variant": variant[key[2]], "policy": policy[key[:2]], "called": key[0]}
         lines.append(line | place | which | {"line": number})
-    return _Part([run], lines)
+    return Found([run], lines)
 
 
 def _check(where: str, found: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
@@ -243,7 +233,7 @@ def code_of(made: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(dict.fromkeys(map(one, made)))
 
 
-def _reproduced(directory: pathlib.Path) -> _Part:
+def _reproduced(directory: pathlib.Path) -> Found:
     """What `experiments/reproduce.py` wrote.
 
     Raises:
@@ -258,13 +248,13 @@ def _reproduced(directory: pathlib.Path) -> _Part:
         _check(str(path), number, _PAPER)
     made = _made(read_manifest(directory), ())
     run = Run(directory.name, directory / "manifest.json", lines if lines.is_file() else None, made)
-    return _Part([run], papers=[(directory, content)])
+    return Found([run], papers=[(directory, content)])
 
 
 # --- lm-eval's output ---
 
 
-def _lm_eval(file: pathlib.Path) -> _Part:
+def _lm_eval(file: pathlib.Path) -> Found:
     """The lines of one call of lm-eval, and its numbers that come without any.
 
     Lines of two calls are the same where prompt and number are. Only metrics whose values are all in [0, 1] have lines.
@@ -277,7 +267,7 @@ def _lm_eval(file: pathlib.Path) -> _Part:
     results, config = content.get("results"), content.get("config")
     if not isinstance(results, dict) or not isinstance(config, dict):
         raise ValueError(f"{file} is not what lm-eval writes: it has no results or no config")
-    part = _Part()
+    part = Found()
     made = {"harness": f"lm-eval {content.get('lm_eval_version', '?')}", "code": content.get("git_hash")}
     said = [(name, str(value)) for name, value in made.items() if value]
     groups = {name for name, tasks in (content.get("group_subtasks") or {}).items() if tasks}
@@ -366,13 +356,13 @@ def _scored(task: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
             yield line | {"output": said if isinstance(said, str) else None}
 
 
-def _without_repeats(parts: Sequence[_Part]) -> list[dict[str, Any]]:
+def _without_repeats(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """All lines but those of lm-eval's metrics that are a task's first one under another name, equal on every row."""
     values: dict[int, dict[str, list[float]]] = {}
-    for line in (line for part in parts for line in part.lines if "doc" in line):
+    for line in (line for line in lines if "doc" in line):
         values.setdefault(id(line["run"]), {}).setdefault(line["task"], []).append(line["score"])
     differ = {task for first, *others in (of.items() for of in values.values()) for task, x in others if x != first[1]}
-    return [line for part in parts for line in part.lines if line["averaged"] or line["task"] in differ]
+    return [line for line in lines if line["averaged"] or line["task"] in differ]
 
 
 # --- what may stand in one table ---

@@ -231,12 +231,10 @@ def adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """
     if any(c.compared > 1 for c in comparisons):
         raise ValueError("comparisons were adjusted before; adjust those that `compare` returned, all at once")
-    order = np.argsort([c.p for c in comparisons], kind="stable")
-    m, reached, found = len(comparisons), 0.0, list(comparisons)
-    for rank, i in enumerate(order):
-        reached = max(reached, min(1.0, (m - rank) * comparisons[i].p))
-        found[i] = dataclasses.replace(comparisons[i], p=reached, compared=m)
-    return found
+    p, m = np.array([c.p for c in comparisons]), len(comparisons)
+    order = np.argsort(p, kind="stable")
+    p[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(m, 0, -1) * p[order]))
+    return [dataclasses.replace(c, p=float(x), compared=m) for c, x in zip(comparisons, p, strict=True)]
 
 
 # --- what is drawn and flipped as one ---

@@ -75,11 +75,15 @@ def examples(found: pd.DataFrame) -> pd.DataFrame:
     return table[np.isfinite(table["value"])]
 
 
-def numbers(found: pd.DataFrame) -> pd.DataFrame:
+def numbers(found: pd.DataFrame, measures: Sequence[str] = ()) -> pd.DataFrame:
     """A row a number: value, interval, the comparison with the full cache on the same rows, agreement, and costs.
 
     An average is over the tasks that every method of a setting has, each weighing the same; perplexities are not
     averaged. p-values are adjusted for all methods and budgets on a task.
+
+    Args:
+      found: lines.
+      measures: metrics of agreement, besides those that are always there.
     """
     rows = examples(found)
     timed = found.dropna(subset=[_TIMES[-1]]).groupby([*NUMBER], sort=False)
@@ -90,7 +94,7 @@ def numbers(found: pd.DataFrame) -> pd.DataFrame:
         for task, own in _tables(rows):
             made += _table(task, own, batches, bar.update)
     table = pd.DataFrame(made, columns=None if made else [*NUMBER, "kind", "value", "low", "high", "place"])
-    alike = [means(agreement(own, baseline=full)) for own, full in _answered(found)]
+    alike = [means(agreement(own, measures, full)) for own, full in _answered(found)]
     if alike:
         table = table.merge(pd.concat(alike).drop(columns="examples"), how="left", on=[*NUMBER])
     return in_order(table)
@@ -131,9 +135,9 @@ def _table(
         tasks, kind = group["task"].tolist(), group["kind"].iloc[0]
         cell = {"setting": setting, "method": method, "budget": budget, "task": task, "kind": kind, "n": len(group)}
         of_task = tasks if task == AVERAGE else None
-        values, clusters = group["value"].tolist(), _clusters(group)
+        values, contexts = group["value"].tolist(), clusters(group)
         interval = (
-            stats.perplexity(values, clusters) if kind == "nll" else stats.interval(values, clusters, tasks=of_task)
+            stats.perplexity(values, contexts) if kind == "nll" else stats.interval(values, contexts, tasks=of_task)
         )
         cell |= dict(zip(("value", "low", "high"), interval, strict=True)) | _costs(group)
         cell["metrics"] = ", ".join(sorted({*group["metric"].dropna()}))
@@ -144,9 +148,9 @@ def _table(
         if not is_full(method) and all(b is not None for b in beside):
             theirs = [b for b in beside if b is not None]
             if kind == "nll":
-                compared.append((cell, stats.compare_perplexity(values, theirs, clusters)))
+                compared.append((cell, stats.compare_perplexity(values, theirs, contexts)))
             else:
-                compared.append((cell, stats.compare(values, theirs, clusters, tasks=of_task)))
+                compared.append((cell, stats.compare(values, theirs, contexts, tasks=of_task)))
         made.append(cell)
         done()
     for (cell, _), c in zip(compared, stats.adjusted([c for _, c in compared]), strict=True):
@@ -160,7 +164,7 @@ def _keyed(rows: pd.DataFrame) -> Iterator[tuple[tuple[str, Any], float]]:
     return zip(zip(rows["task"], rows["index"], strict=True), rows["value"], strict=True)
 
 
-def _clusters(rows: pd.DataFrame) -> list[tuple[Any, ...]] | None:
+def clusters(rows: pd.DataFrame) -> list[tuple[Any, ...]] | None:
     """The context of every row, where some share theirs."""
     found = [*zip(rows["task"], rows["context"], strict=True)]
     return None if len({*found}) == len(found) else found
@@ -285,7 +289,7 @@ def means(judged: pd.DataFrame) -> pd.DataFrame:
     for key, group in judged.groupby([*NUMBER], sort=False):
         row = dict(zip(NUMBER, key, strict=True)) | {"examples": len(group)}
         for name in measures:
-            ends = stats.interval(group[name].tolist(), _clusters(group))
+            ends = stats.interval(group[name].tolist(), clusters(group))
             row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
         made.append(row)
     ends = [m + end for m in measures for end in ("", "_low", "_high")]

@@ -1,13 +1,14 @@
 """What a page of results shows: of every setting tables, pictures, and what each number was made from."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
 import pathlib
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
@@ -15,6 +16,7 @@ import pandas as pd
 
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import table
+from kvjax.experiments.core.page import Cell, Name, Table, cell, difference, scored
 from kvjax.experiments.core.sources import Found
 from kvjax.experiments.core.table import AVERAGE, NUMBER, has_budget, is_full
 
@@ -30,7 +32,8 @@ COSTS: Final = (
 )
 
 Number = dict[str, Any]
-_VERDICTS = {"better": "▲ better", "worse": "▼ worse", "undecided": "undecided"}
+Columns = dict[str, Callable[[Number], Cell]]
+_ALIKE = {"equal": "same", "equal up to": "prefix", "similarity": "edit_similarity"}  # measures of `table.agreement`
 _SAMPLE_BYTES = 600_000  # of samples that are within the page, about
 _LONGEST = 200  # letters of an output
 
@@ -57,14 +60,9 @@ class View:
         return [of[task] for task in self.tasks for _, _, of in self.lines if task in of]
 
     @property
-    def compared(self) -> list[Number]:
-        """Those that stand beside the full cache on the same rows."""
-        return [c for c in self.numbers if c.get("verdict") is not None]
-
-    @property
-    def measured(self) -> list[Number]:
-        """Those whose cost is known, but averages."""
-        return [c for c in self.numbers if c.get("slots") is not None and c["task"] != AVERAGE]
+    def places(self) -> dict[tuple[str, str], float | None]:
+        """What budgets are sorted by, as shares of the prompt, by method and budget."""
+        return {(m, b): next(iter(of.values()))["place"] for m, b, of in self.lines}
 
     @property
     def average(self) -> str:
@@ -142,63 +140,101 @@ def options(found: Found) -> list[str]:
     return list(dict.fromkeys(f"{m}({given})" for run in found.runs for m, given in run.options.items()))
 
 
-# --- how numbers are written ---
+# --- tables ---
 
 
-def value(c: Number, name: str = "value") -> str:
-    """A score in percent, a perplexity, or a number as it was given; or an end of its interval."""
-    if c["kind"] == "score":
-        return f"{100 * c[name]:.1f}"
-    return f"{c[name]:.2f}" if c["kind"] == "nll" and c[name] < 10_000 else f"{c[name]:.4g}"
+def scores(view: View) -> Table:
+    """A row a method and budget, with every task's number."""
+    kept, rows = kept_whole(view.numbers), []
+    for name, at, of in view.lines:
+        first, said = next(iter(of.values())), kept.get((name, at))
+        live = measure(first, "live", scale=100, alone=f" % ({said} prompts kept whole)" if said else " %")
+        numbers = [_linked(of[t], scored(of[t])) if t in of else "" for t in view.tasks]
+        rows.append([Name(name), Name(at), *numbers, live, share(first, "kv_of_full")])
+    return Table(["method", "budget", *(Name(words(t)) for t in view.tasks), "live of prompt", "KV of full"], rows)
 
 
-def interval(c: Number) -> str:
-    """The ends of its interval; nothing where there is none."""
-    known = all(c[end] is not None and math.isfinite(c[end]) for end in ("low", "high"))
-    return f"[{value(c, 'low')}, {value(c, 'high')}]" if known else ""
+def compared(view: View) -> Table:
+    """Every number beside the full cache's on the same rows, and how far outputs are the full cache's."""
+    numbers = [c for c in view.numbers if c.get("verdict") is not None]
+    alike = _ALIKE if any(c.get("same") is not None for c in numbers) else {}
+    columns: Columns = {
+        "number": lambda c: _linked(c, Cell(scored(c)).value),
+        "difference": lambda c: Cell(beside(c), c["difference"]),
+        "p": lambda c: Cell(probability(c), c["p"], note=f"{c['test']}, of {c['compared']:.0f} comparisons"),
+        "verdict": lambda c: Cell(c["verdict"], kind=c["verdict"]),
+        "rows": lambda c: Cell(str(c["n"]), c["n"]),
+    }
+    return _table(numbers, columns | {title: functools.partial(share, name=name) for title, name in alike.items()})
 
 
-def difference(c: Number) -> str:
-    """Beside the full cache: points of a score, or the ratio of perplexities; with its interval."""
-    if c.get("difference") is None:
-        return ""
-    found: list[float] = [c[name] for name in ("difference", "difference_low", "difference_high")]
-    if c["kind"] == "nll":  # the baseline's negative log-likelihood less the method's
-        mean, high, low = (math.exp(-x) if x > -700 else math.inf for x in found)
-        return f"\N{MULTIPLICATION SIGN}{mean:.3f} [{low:.3f}, {high:.3f}]"
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * x for x in found))
+def costs(view: View) -> Table:
+    """What every number cost, but averages."""
+    kib, mib = {"form": ",.0f", "scale": 2**-10}, {"form": ",.1f", "scale": 2**-20}
+    columns: Columns = {
+        "live tokens a head": lambda c: measure(c, "live_tokens"),
+        "slots": lambda c: measure(c, "slots", ",.0f"),
+        "KV KiB needed": lambda c: measure(c, "kv_bytes_needed", **kib),
+        "KV KiB": lambda c: measure(c, "kv_bytes", **kib),
+        "KV of full": lambda c: share(c, "kv_of_full"),
+        "prefill ms": lambda c: timed(c, "prefill_seconds", ",.1f", 1000),
+        "decode tokens/s": lambda c: timed(c, "decode_tokens_per_second", ",.0f"),
+        "prefill peak MiB": lambda c: measure(c, "prefill_peak_bytes", **mib),
+        "decode peak MiB": lambda c: measure(c, "decode_peak_bytes", **mib),
+    }
+    return _table([c for c in view.numbers if c.get("slots") is not None and c["task"] != AVERAGE], columns)
 
 
-def live(c: Number, kept: Mapping[tuple[str, str], str]) -> str:
-    """Live tokens as a share of the prompt, and how many prompts were kept whole, of `kept_whole`."""
-    said = kept.get((c["method"], c["budget"]))
-    return percent(c, "live") + (f" ({said} prompts kept whole)" if said else "")
+def _table(numbers: Sequence[Number], columns: Columns) -> Table:
+    """A row a number, behind its names."""
+    names = [[Name(c["method"]), Name(c["budget"]), Name(words(c["task"]))] for c in numbers]
+    rows = [[*own, *(of(c) for of in columns.values())] for own, c in zip(names, numbers, strict=True)]
+    return Table(["method", "budget", "task", *columns], rows)
 
 
-def percent(c: Number, name: str) -> str:
-    """A measure in percent with its interval, as far as they are known."""
-    if c.get(name) is None:
-        return ""
-    ends = [f"{100 * c[name + end]:.1f}" for end in ("_low", "_high")] if c.get(f"{name}_low") is not None else []
-    return f"{100 * c[name]:.1f}" + (f" [{', '.join(ends)}]" if ends else " %")
+def _linked(c: Number, text: str) -> Cell:
+    return Cell(text, c["value"], c["anchor"], f"{c['n']} rows", bold=c["best"])
 
 
-def timed(c: Number, name: str, scale: float = 1, digits: int = 0) -> str:
-    """A median over batches with its interval, which one batch has not."""
-    if c.get(name) is None:
-        return ""
-    shown, low, high = (f"{scale * c[name + end]:,.{digits}f}" for end in ("", "_low", "_high"))
-    return shown + (f" [{low}, {high}] of {c['timed_batches']:.0f}" if c["timed_batches"] > 1 else " (one batch)")
+def measure(c: Number, name: str, form: str = ".1f", scale: float = 1, alone: str = "") -> Cell:
+    """A measure with its interval, as far as they are known, or with what is said where there is no interval."""
+    ends = (c.get(name + end) for end in ("", "_low", "_high"))
+    text = cell(*(x if x is None else scale * x for x in ends), form=form)
+    return Cell(text if "[" in text or not text else text + alone, c.get(name))
 
 
-def size(c: Number, name: str, unit: int) -> str:
-    """Bytes in a unit."""
-    return "" if c.get(name) is None else f"{c[name] / unit:,.{1 if unit > 1024 else 0}f}"
+def share(c: Number, name: str) -> Cell:
+    """A measure in percent."""
+    return measure(c, name, scale=100, alone=" %")
+
+
+def timed(c: Number, name: str, form: str, scale: float = 1) -> Cell:
+    """A median over batches, and of how many; one batch has no interval."""
+    found = measure(c, name, form, scale)
+    if not found.text:
+        return found
+    several = c["timed_batches"] > 1
+    text = f"{found.text} of {c['timed_batches']:.0f}" if several else f"{found.value} (one batch)"
+    return dataclasses.replace(found, text=text)
+
+
+def beside(c: Number) -> str:
+    """The difference to the full cache: points of a score, or the ratio of perplexities, above 1 where it is worse."""
+    value, low, high = (c[name] for name in ("difference", "difference_low", "difference_high"))
+    likely = c["kind"] == "nll"  # of these it is the full cache's less the method's
+    return difference(likely, -value, -high, -low) if likely else difference(likely, value, low, high)
 
 
 def probability(c: Number) -> str:
     """A p-value."""
     return "< 0.001" if c["p"] < 0.001 else f"{c['p']:.3f}"
+
+
+def searched(row: Sequence[str | Cell]) -> str:
+    """What a row is found by: names, as they are and in words, and a verdict."""
+    name, at, *others = row
+    said = [x if isinstance(x, Name) else x.kind for x in others if isinstance(x, Name | Cell)]
+    return " ".join(x for x in (method(str(name)), str(at), budget(str(at)), *said) if x)
 
 
 def budget(name: str) -> str:
@@ -243,8 +279,7 @@ def html(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent), autoescape=True, trim_blocks=True,
         undefined=jinja2.StrictUndefined, lstrip_blocks=True,
     )  # fmt: skip
-    filters = (value, interval, difference, live, percent, timed, size, probability, budget, method)
-    environment.filters |= {f.__name__: f for f in filters} | {"words": words}
+    environment.filters |= {f.__name__: f for f in (scored, beside, probability, budget, method, searched, words)}
     count = sum(len(view.numbers) for view in shown)
     fitting = max(0, min(most, _SAMPLE_BYTES // (300 * max(count, 1))))
     of = found.lines.groupby([*NUMBER], sort=False)
@@ -259,8 +294,7 @@ def html(
         mark=MARK, command=command, views=[*zip(shown, pictures, strict=True)], found=found, options=options(found),
         runs={run.name: run for run in found.runs}, papers=[*map(_paper, found.papers)], policy=policies, where=where,
         samples=samples, key=lambda c: tuple(c[k] for k in NUMBER), link=lambda path: link(path, output),
-        verdicts=_VERDICTS, costs=COSTS, alike=table.ALIKE, average=AVERAGE, is_full=is_full, whole=whole,
-        kept_whole=kept_whole,
+        about_costs=COSTS, average=AVERAGE, is_full=is_full, whole=whole, scores=scores, compared=compared, costs=costs,
     )  # fmt: skip
 
 
@@ -280,10 +314,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 def _sample(line: dict[str, Any]) -> dict[str, Any]:
     """A line as it is shown: its number, value, where it asks, and the output beside the references."""
     known = {k: line[k] for k in ("doc", "depth", "length", "prompt_tokens") if isinstance(line.get(k), int | float)}
-    scored = not math.isnan(line["score"])
+    value = f"{line['nll']:.3f} nats" if math.isnan(line["score"]) else f"{100 * line['score']:.0f} %"
     return {
         "number": line["line"],
-        "value": f"{100 * line['score']:.0f} %" if scored else f"{line['nll']:.3f} nats",
+        "value": value,
         "meta": ", ".join(f"{words(k)} {v:.4g}" for k, v in known.items() if not math.isnan(v)),
         "output": _cut(line["output"]) if isinstance(line["output"], str) else None,
         "references": _cut(line["references"]),
@@ -304,17 +338,16 @@ def _paper(paper: tuple[pathlib.Path, dict[str, Any]]) -> dict[str, Any]:
     numbers = [n for n in content["numbers"] if isinstance(n, dict) and needed <= set(n)]
     titles = list(dict.fromkeys(n["column"] for n in numbers))
     by_key = {(n["method"], n["budget"], n["column"]): n for n in numbers}
-    text = lambda x: f"{x:.4g}" if isinstance(x, int | float) and math.isfinite(x) else ""
 
-    def cell(n: dict[str, Any] | None) -> str:
+    def both(n: dict[str, Any] | None) -> str:
         if n is None:
             return ""
-        low, high, theirs = (text(n.get(k)) for k in ("low", "high", "theirs"))
-        ends = f" [{low}, {high}]" if low and high and low != high else ""
-        return (text(n["ours"]) or "-") + ends + (f" ({theirs})" if theirs else "")
+        low, high = (n.get(end) if n.get("low") != n.get("high") else None for end in ("low", "high"))
+        theirs = cell(n.get("theirs"), form=".4g")
+        return (cell(n["ours"], low, high, ".4g") or "-") + (f" ({theirs})" if theirs else "")
 
-    lines = [
-        (m, "" if b is None else budget(label(b)), [cell(by_key.get((m, b, t))) for t in titles])
+    rows = [
+        [Name(m), Name("" if b is None else label(b)), *(both(by_key.get((m, b, t))) for t in titles)]
         for m, b in dict.fromkeys((n["method"], n["budget"]) for n in numbers)
     ]
-    return {"directory": directory, "content": content, "titles": titles, "lines": lines}
+    return {"directory": directory, "content": content, "table": Table(["method", "budget", *titles], rows)}
