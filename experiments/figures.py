@@ -36,11 +36,11 @@ from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.papers import FIGURES, prompts
+from kvjax.experiments.papers.base import Prompts
 from kvjax.models.embedded import included
 from kvjax.models.written import write_bytes
 
 ALL = "all"
-_NAMES = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,34 +122,25 @@ def elapsed(what: str) -> Iterator[None]:
 
 
 def draw(
-    name: str,
-    model: Any,
-    params: Any,
-    tokens: np.ndarray,
-    output: pathlib.Path,
-    about: dict[str, Any],
-    *,
-    part: str = "",
-    **given: Any,
+    name: str, read: Prompts, output: pathlib.Path, about: dict[str, Any], *, part: str = "", **given: Any
 ) -> None:
     """Computes, plots and writes one figure.
 
     Args:
       name: which one.
-      model, params: the model.
-      tokens: prompts "B T".
+      read: the model and its prompts.
       output: directory, made if absent.
       about: what else to note beside the arrays.
       part: which of several figures this is, for the line that is shown meanwhile.
       **given: layers or budgets, for the figure's function.
     """
     start = time.perf_counter()
-    with elapsed(f"{part}{name}: compiling and reading {len(tokens)} prompts of {tokens.shape[-1]} tokens"):
-        data = FIGURES[name].data(model, params, tokens, **given)
+    with elapsed(f"{part}{name}: compiling and reading {len(read.tokens)} prompts of {read.length} tokens"):
+        data = FIGURES[name].data(read, **given)
     seconds = time.perf_counter() - start
     with elapsed(f"{part}{name}: drawing"):
         picture = FIGURES[name].plot(data)
-    arrays: dict[str, Any] = {f.name: np.asarray(getattr(data, f.name)) for f in dataclasses.fields(data)}
+    arrays: dict[str, Any] = {k: np.asarray(x) for k, x in vars(data).items()}
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)
     shapes = {k: list(x.shape) for k, x in arrays.items()}
@@ -189,7 +180,7 @@ def run(options: Options, command: Sequence[str]) -> None:
         text = "project" if options.text is None else str(options.text)
         config = {"model": options.model, "text": text, **size, "seed": options.seed, "dtype": options.dtype}
         part, about = f"{i} of {len(names)}, " if len(names) > 1 else "", {"config": config | options.given}
-        draw(name, model, params, tokens, options.output, about | environment_, part=part, **options.given)
+        draw(name, Prompts(model, params, tokens), options.output, about | environment_, part=part, **options.given)
     print(f"written to {options.output}")
 
 
@@ -197,12 +188,10 @@ def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
     with plain_errors():
         argv = read_cache_option(argv)
-        options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=_description())
+        names = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())
+        about = f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{names}"
+        options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=about)
         run(options, [sys.executable, *sys.argv])
-
-
-def _description() -> str:
-    return f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{_NAMES}"
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import pytest
 
 import kvjax
 from kvjax import analysis, methods, models
-from kvjax.experiments.papers import adakv, ahakv, base, positions, roco, sparsity
+from kvjax.experiments.papers import adakv, ahakv, attention, base, positions, roco, sparsity
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
-from kvjax.experiments.papers.base import interval
+from kvjax.experiments.papers.base import Prompts, interval
 from kvjax.methods import variants
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
@@ -18,43 +18,45 @@ from kvjax.pallas_kernels.columns import ROUNDING
 from tests.tensors import live_positions, qkv, token_ids
 
 SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 3, "num_query_heads": 2, "num_kv_heads": 2}
+BIAS = np.arange(2 * 4 * 23).reshape(2, 4, 23) % 7 / 2
 CONFIGS = {
     "alibi": MPTConfig(**SIZES, head_dim=8, activation="gelu", tie_embeddings=True, steepest=2.0),
     "learned": GPT2Config(**SIZES, head_dim=8, activation="gelu", max_position=48),
 }
 
 
+@pytest.fixture(scope="module", params=["rotary"])
+def prompts(request, tiny):
+    """Prompts of 24 tokens for the small model, or for one that tells positions otherwise."""
+    model, params = tiny
+    if request.param != "rotary":
+        model = models.LanguageModel(CONFIGS[request.param])
+        params = jax.tree.map(lambda x: 2 * x, jax.jit(model.init)(jax.random.key(3)))
+    return Prompts(model, params, np.asarray(token_ids(2, 24, seed=3)))
+
+
 @pytest.fixture(scope="module")
-def read(tiny):
-    """The small model, prompts of 24 tokens, and every layer's attention matrices."""
-    return captured(*tiny)
+def layers(prompts):
+    """What every layer attends with."""
+    return capture(prompts)
 
 
-@pytest.fixture(scope="module", params=["rotary", *CONFIGS])
-def read_by_position(request, tiny):
-    """The same of models that tell positions otherwise."""
-    if request.param == "rotary":
-        return captured(*tiny)
-    model = models.LanguageModel(CONFIGS[request.param])
-    return captured(model, jax.tree.map(lambda x: 2 * x, jax.jit(model.init)(jax.random.key(3))))
-
-
-def captured(model, params):
-    tokens = np.asarray(token_ids(2, 24, seed=3))
-    layers = capture(model, params, jnp.asarray(tokens))
-    return model, params, tokens, [matrix(layer) for layer in layers], layers
+@pytest.fixture(scope="module")
+def p(layers):
+    """The attention matrices, one a layer."""
+    return [matrix(layer) for layer in layers]
 
 
 def logits(layer):
     """Scaled logits "B N T T" with -inf where a row does not see a key."""
     q, k = (np.asarray(x, np.float64) for x in (layer.q, layer.k))
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-    x = np.einsum("bnth,bnsh->bnts", q, k) * layer.scale
+    x = np.einsum("bnth,bnsh->bnts", q, k) * (layer.scale or q.shape[-1] ** -0.5)
     if layer.softcap is not None:
         x = layer.softcap * np.tanh(x / layer.softcap)
     rows, keys = np.indices(x.shape[-2:])
-    if layer.slopes is not None:
-        x = x - np.array(layer.slopes)[:, None, None] * (rows - keys)
+    if layer.bias is not None:
+        x = x + np.asarray(layer.bias, np.float64)[:, :, None]
     seen = (keys <= rows) & (rows - keys < (layer.window or 10**9))
     return np.where(seen, x, -np.inf)
 
@@ -78,31 +80,29 @@ def grouped(p, num_kv_heads=2):
 
 
 @pytest.mark.exhaustive
-def test_captured_layers_attend_as_the_model_does(read_by_position):
+@pytest.mark.parametrize("prompts", ["rotary", *CONFIGS], indirect=True)
+def test_captured_layers_attend_as_the_model_does(prompts, p):
     """Column sums of the captured matrices are those that the model measures when it reads the prompt."""
-    model, params, tokens, p, _ = read_by_position
+    model, params, tokens = prompts
     state = kvjax.start(model, policy=methods.h2o(8), lengths=[24, 24], max_new_tokens=0)
     _, _, stats = kvjax.forward(model, params, tokens, state)
     for i, here in enumerate(p):
         np.testing.assert_allclose(stats.of(i)[Rows()], grouped(here).sum(2), rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 5, "slopes": (0.5, 0.3, 0.2, 0.1)}, {"softcap": 1.5}], ids=str)
-@pytest.mark.parametrize("rows", [None, [0, 3, 4, 17, 22]], ids=["all rows", "some rows"])
-def test_fold_rows(options, rows):
-    """The last block is filled up; what the filling gives must not show."""
+@pytest.mark.parametrize("options", [{}, {"window": 5, "bias": BIAS}, {"softcap": 1.5}], ids=", ".join)
+def test_rows_and_folds_are_those_of_the_matrix(options):
+    """The last block of a fold is filled up; what the filling gives must not show."""
     q, k, v = qkv(5, T=23)
-    layer = Layer(q, k, v, jnp.zeros((4, 8, 3)), 0.3, **options)
-    multiplier = np.linspace(0.5, 2, 23)
-    at = np.arange(23) if rows is None else np.array(rows)
-    rows = None if rows is None else jnp.asarray(rows)
+    layer, rows = Layer(q, k, v, jnp.zeros((4, 8, 3)), scale=0.3, **options), jnp.asarray([0, 3, 4, 17, 22])
     visit = lambda total, p, here: (total + p.sum(2), (here, jnp.moveaxis(p, 2, 0)))
-    factor = jnp.asarray(multiplier[at], jnp.float32)
-    total, (here, p) = fold_rows(layer, visit, jnp.zeros((2, 4, 23)), rows=rows, multiplier=factor, block=8)
-    expected = matrix(layer, multiplier)[:, :, at]
-    assert here.tolist() == at.tolist()
-    np.testing.assert_allclose(np.moveaxis(np.asarray(p), 0, 2), expected, atol=1e-5)
-    np.testing.assert_allclose(total, expected.sum(2), atol=1e-4)
+    total, (here, p) = fold_rows(layer, visit, jnp.zeros((2, 4, 23)), block=8)
+    assert here.tolist() == [*range(23)]
+    np.testing.assert_allclose(np.moveaxis(np.asarray(p), 0, 2), matrix(layer), atol=1e-5)
+    np.testing.assert_allclose(total, matrix(layer).sum(2), atol=1e-4)
+    factor = np.linspace(0.5, 2, 23)
+    p = attention.matrix(layer, rows, jnp.asarray(factor[rows], jnp.float32))
+    np.testing.assert_allclose(p, matrix(layer, factor)[:, :, rows], atol=1e-5)
 
 
 def test_a_model_without_output_projection_is_refused(tiny):
@@ -113,14 +113,12 @@ def test_a_model_without_output_projection_is_refused(tiny):
             quiet = lambda *given, out_proj=None, **how: attend(*given, **how)
             return super().block(layer, params, x, cache, quiet)
 
-    with pytest.raises(ValueError, match="layer 0 of the model passes no out_proj"):
-        capture(Silent(model.config), params, jnp.zeros((1, 4), jnp.int32))
+    with pytest.raises(ValueError, match="the model passes no out_proj"):
+        capture(Prompts(Silent(model.config), params, np.zeros((1, 4), np.int32)))
 
 
 def test_interval():
-    mean, half = interval(np.array([[1.0, 2.0, 3.0], [5.0, 5.0, 5.0]]))
-    np.testing.assert_allclose(mean, [2.0, 5.0])
-    np.testing.assert_allclose(half, [4.302653 / np.sqrt(3), 0.0], rtol=1e-6)
+    np.testing.assert_allclose(interval(np.array([1.0, 2.0, 3.0])), (2.0, 4.302653 / np.sqrt(3)), rtol=1e-6)
     assert interval(np.ones((2, 1)))[1].tolist() == [0.0, 0.0]
 
 
@@ -134,48 +132,36 @@ def best(score, num):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("read_by_position", "measure"),
+    ("prompts", "measure"),
     [("rotary", 0), ("rotary", 1), ("rotary", 2), ("rotary", 3), ("alibi", 0), ("learned", 3)],
-    indirect=["read_by_position"],
+    indirect=["prompts"],
 )
-def test_importance_jaccard_is_that_of_the_policies(read_by_position, measure):
+def test_importance_jaccard_is_that_of_the_policies(prompts, p, measure):
     """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
-    model, params, tokens, p, _ = read_by_position
-    T, budget = 24, 7
-    policy = [
-        methods.h2o(budget, recent=0),
-        methods.aqas(budget, recent=0),
-        variants.tova_by_head(budget),
-        methods.mas(budget),
-    ][measure]
-    found = roco.importance_jaccard(model, params, tokens, shares=(0.3, 0.5))
+    (model, params, tokens), T, budget = prompts, 24, 7
+    summed = methods.h2o(budget, recent=0), methods.aqas(budget, recent=0)
+    policy = (*summed, variants.tova_by_head(budget), methods.mas(budget))[measure]
+    found = roco.importance_jaccard(prompts, shares=(0.3, 0.5))
     assert found.budgets.tolist() == [7, 12]
 
     step = jax.jit(lambda token, state: kvjax.decode_step(model, params, token, state))
     _, state = kvjax.prefill(model, params, tokens[:, :1], policy=policy, max_new_tokens=T)
-    similarity = []
+    similarity = np.zeros((T, 3, 2, 2))
     for t in range(1, T):
         _, state = step(jnp.asarray(tokens[:, t]), state)
-        if t + 1 <= budget:
-            continue
-        for i, layer in enumerate(state.layers):
-            for b, heads in enumerate(live_positions(layer)):
-                for h, held in enumerate(heads):
-                    rows = grouped(p[i])[b, h, : t + 1, : t + 1]
-                    above = (rows > (1 + ROUNDING * 2.0**-23) / np.arange(1, t + 2)[:, None]).sum(0)
-                    count = np.arange(t + 1, 0, -1)
-                    wanted = best([rows.sum(0), above, rows[-1], rows.sum(0) / count][measure], budget)
-                    similarity.append((i, b, len(wanted & set(held)) / len(wanted | set(held))))
-    for i in range(3):
-        for b in range(2):
-            expected = np.mean([s for i_, b_, s in similarity if (i_, b_) == (i, b)])
-            np.testing.assert_allclose(found.similarity[measure, 0, i, b], expected, rtol=1e-6)
+        held = [live_positions(layer) for layer in state.layers]
+        for i, b, h in np.ndindex(3, 2, 2):
+            rows = grouped(p[i])[b, h, : t + 1, : t + 1]
+            above = (rows > (1 + ROUNDING * 2.0**-23) / np.arange(1, t + 2)[:, None]).sum(0)
+            count = np.arange(t + 1, 0, -1)
+            wanted = best([rows.sum(0), above, rows[-1], rows.sum(0) / count][measure], budget)
+            similarity[t, i, b, h] = len(wanted & {*held[i][b][h]}) / len(wanted | {*held[i][b][h]})
+    np.testing.assert_allclose(found.similarity[measure, 0], similarity[budget:].mean((0, 3)), rtol=1e-6)
 
 
 @pytest.mark.exhaustive
-def test_chance_is_that_of_random_sets(read):
-    model, params, tokens, _, _ = read
-    found = roco.importance_jaccard(model, params, tokens, shares=(0.5,))
+def test_chance_is_that_of_random_sets(prompts):
+    found = roco.importance_jaccard(prompts, shares=(0.5,))
     rng, draws = np.random.default_rng(0), []
     for n in np.repeat(np.arange(13, 25), 401):
         a, b = (set(rng.permutation(n)[:12].tolist()) for _ in range(2))
@@ -197,35 +183,26 @@ def test_chance_is_that_of_random_sets(read):
 )
 def test_prompts_that_are_too_short_are_refused(figure, options, message):
     with pytest.raises(ValueError, match=message):
-        figure(None, None, np.zeros((2, 24), np.int32), **options)
+        figure(Prompts(None, None, np.zeros((2, 24), np.int32)), **options)
 
 
-def test_attention_by_age(read):
-    model, params, tokens, p, _ = read
-    found = roco.attention_by_age(model, params, tokens, skip=2)
-    A = 12
-    assert found.ages.tolist() == list(range(1, A + 1))
+def test_attention_by_age(prompts, p):
+    found = roco.attention_by_age(prompts, skip=2)
+    assert found.ages.tolist() == [*range(1, 13)]
     for i, here in enumerate(p):
-        here = grouped(here)
-        mean, std, peaks = [], [], []
-        for b in range(2):
-            for h in range(2):
-                for j in range(2, A):
-                    received = here[b, h, j : j + A, j]
-                    mean.append([received[: a + 1].mean() for a in range(A)])
-                    std.append([received[: a + 1].std() for a in range(A)])
-                    peaks.append(1 + int(np.argmax(std[-1])))
-        np.testing.assert_allclose(found.mean[i], np.mean(mean, 0), rtol=1e-4)
-        np.testing.assert_allclose(found.std[i], np.mean(std, 0), rtol=2e-3, atol=2e-4)
-        np.testing.assert_allclose(found.peaked[i], [np.mean(np.array(peaks) <= a + 1) for a in range(A)], atol=0.03)
+        received = np.stack([grouped(here)[..., j : j + 12, j] for j in range(2, 12)])  # "T B K A"
+        mean, std = (np.stack([f(received[..., :a], -1) for a in found.ages], -1) for f in (np.mean, np.std))
+        np.testing.assert_allclose(found.mean[i], mean.mean((0, 1, 2)), rtol=1e-4)
+        np.testing.assert_allclose(found.std[i], std.mean((0, 1, 2)), rtol=2e-3, atol=2e-4)
+        np.testing.assert_allclose(found.peaked[i], [(std.argmax(-1) < a).mean() for a in found.ages], atol=0.03)
         assert found.peaked[i, -1] == pytest.approx(1)
 
 
 @pytest.mark.exhaustive
-def test_scope_size_is_what_the_drivers_measure(read):
+def test_scope_size_is_what_the_drivers_measure(prompts):
     """Prefill, eviction and decoding by the drivers, against the figure's one prompt for all scopes."""
-    model, params, tokens, _, _ = read
-    found = roco.scope_size(model, params, tokens, shares=(0.5,), sizes=(0.0, 0.5), continuation=8)
+    model, params, tokens = prompts
+    found = roco.scope_size(prompts, shares=(0.5,), sizes=(0.0, 0.5), continuation=8)
     assert (found.length, found.budgets.tolist()) == (16, [8])
     full = log_p(model, params, tokens, methods.full())
     for kind in (0, 1):
@@ -253,24 +230,20 @@ def log_p(model, params, tokens, policy):
 
 
 @pytest.mark.exhaustive
-def test_survival_is_what_heads_keep_together(read):
-    model, params, tokens, *_ = read
-    found = positions.token_survival(model, params, tokens, budgets=(0.25, 0.5))
-    L, K = model.config.num_layers, model.config.num_kv_heads
+def test_survival_is_what_heads_keep_together(prompts):
+    found = positions.token_survival(prompts, budgets=(0.25, 0.5))
     for c, budget in enumerate((6, 12)):
-        keep, _ = positions.decide(model, params, tokens, budget, found.methods)
-        for p, kept in enumerate(keep):
-            for b in range(len(tokens)):
-                heads = [{t for k in range(K) for t in np.flatnonzero(kept[i, b, k])} for i in range(L)]
-                assert found.in_a_head[p, c, b] == pytest.approx(np.mean([len(x) for x in heads]) / 24)
-                assert found.in_a_layer[p, c, b] == pytest.approx(len(set.union(*heads)) / 24)
-    np.testing.assert_allclose(found.if_independent(2), [1 - 0.75**2, 0.75])
-    assert pytest.approx(0.9992, abs=5e-5) == 1 - 0.8**32
+        keep, _ = positions.decide(prompts, budget, found.methods)
+        for m, b in np.ndindex(len(keep), 2):
+            heads = [{t for head in layer[b] for t in np.flatnonzero(head)} for layer in keep[m]]
+            assert found.in_a_head[m, c, b] == pytest.approx(np.mean([len(x) for x in heads]) / 24)
+            assert found.in_a_layer[m, c, b] == pytest.approx(len(set.union(*heads)) / 24)
+    np.testing.assert_allclose(positions.if_independent(np.array([0.2, 0.5]), 2), [0.36, 0.75])
 
 
-def test_retained_positions_are_those_of_prefill(read):
-    model, params, tokens, _, _ = read
-    found = positions.retained_positions(model, params, tokens, share=0.5, slices=4)
+def test_retained_positions_are_those_of_prefill(prompts):
+    model, params, tokens = prompts
+    found = positions.retained_positions(prompts, share=0.5, slices=4)
     assert found.budget == 12
     for name, policy in (("H2O", methods.h2o(12)), ("NaCl", methods.nacl(12))):
         _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
@@ -302,9 +275,8 @@ def ahakv_scores(layers, budget, recent, n):
 
 
 @pytest.mark.exhaustive
-def test_value_prior(read):
-    model, params, tokens, _, layers = read
-    found = positions.value_prior(model, params, tokens, share=0.5)
+def test_value_prior(prompts, layers):
+    found = positions.value_prior(prompts, share=0.5)
     for i, score in enumerate(ahakv_scores(layers, 12, 6, 24)):
         score = score / score.max(-1, keepdims=True)
         above = np.stack([(score > t).mean((0, 2, 3)) for t in found.thresholds])
@@ -316,14 +288,14 @@ def test_scores_by_step_are_of_the_text_so_far(tiny):
     """All rows, the newest, and the last quarter: at a budget of a quarter, 19 % of the text vote (NaCl's Table 4)."""
     model, params = tiny
     tokens = np.asarray(token_ids(2, 20, seed=3))
-    found = positions.scores_by_step(model, params, tokens, share=0.25, steps=(0, 2, 4), slices=4)
+    found = positions.scores_by_step(Prompts(model, params, tokens), share=0.25, steps=(0, 2, 4), slices=4)
     assert (found.steps.tolist(), found.budget) == ([0, 2, 4], 5)
     text = tokens
     for _ in range(4):
         state = kvjax.start(model, policy=methods.full(), lengths=[text.shape[1]] * 2, max_new_tokens=0)
         newest = kvjax.forward(model, params, text, state)[0].argmax(-1)
         text = np.concatenate([text, np.asarray(newest)[:, None].astype(text.dtype)], axis=1)
-    layers = capture(model, params, jnp.asarray(text))
+    layers = capture(Prompts(model, params, text))
     p = [matrix(layer) for layer in layers]
     for m, n in enumerate((20, 22, 24)):
         rows = np.stack([grouped(x[:, :, :n, :n]) for x in p])  # "L B K T T"
@@ -338,10 +310,10 @@ def test_scores_by_step_are_of_the_text_so_far(tiny):
 
 
 @pytest.mark.slow
-def test_score_distributions_are_over_what_prefill_keeps(read):
+def test_score_distributions_are_over_what_prefill_keeps(prompts, p):
     """A row divides what it gives by what it gives to the tokens that are left, its own and later ones among them."""
-    model, params, tokens, p, _ = read
-    found = positions.score_distributions(model, params, tokens, share=0.5, rows=3)
+    model, params, tokens = prompts
+    found = positions.score_distributions(prompts, share=0.5, rows=3)
     assert (found.length, found.budget) == (21, 10)
     full = np.stack([here[:, :, 21:, :21].mean(2) for here in p])
     for m, policy in enumerate((methods.full(), methods.streaming_llm(10), methods.h2o(10), methods.keyformer(10))):
@@ -361,9 +333,8 @@ def test_score_distributions_are_over_what_prefill_keeps(read):
 # --- sparsity, mass, heat maps ---
 
 
-def test_attention_by_length_is_that_of_the_newest_row(read):
-    model, params, tokens, p, _ = read
-    found = sparsity.attention_by_length(model, params, tokens, lengths=3, slices=3)
+def test_attention_by_length_is_that_of_the_newest_row(prompts, p):
+    found = sparsity.attention_by_length(prompts, lengths=3, slices=3)
     assert found.lengths.tolist() == [6, 12, 24]
     for m, n in enumerate((6, 12, 24)):
         rows = np.stack([here[:, :, n - 1, :n] for here in p])
@@ -371,9 +342,8 @@ def test_attention_by_length_is_that_of_the_newest_row(read):
         np.testing.assert_allclose(found.spread[m], np.prod(rows**-rows, -1).mean((0, 2)), rtol=1e-4)
 
 
-def test_attention_sparsity(read):
-    model, params, tokens, p, _ = read
-    found = sparsity.attention_sparsity(model, params, tokens, thresholds=(0.02, 0.3), of_maximum=(0.001, 0.25))
+def test_attention_sparsity(prompts, p):
+    found = sparsity.attention_sparsity(prompts, thresholds=(0.02, 0.3), of_maximum=(0.001, 0.25))
     for i, here in enumerate(p):
         below = [[(here[:, :, t, : t + 1] < x).mean() for t in range(24)] for x in (0.02, 0.3)]
         np.testing.assert_allclose(found.sparsity[i], below, atol=1e-6)
@@ -382,9 +352,8 @@ def test_attention_sparsity(read):
         np.testing.assert_allclose(found.relative[i], relative, atol=1e-6)
 
 
-def test_attention_mass(read):
-    model, params, tokens, p, _ = read
-    found = sparsity.attention_mass(model, params, tokens, num_rows=12)
+def test_attention_mass(prompts, p):
+    found = sparsity.attention_mass(prompts, num_rows=12)
     for i, here in enumerate(p):
         rows = here[:, :, 12:, :12] / here[:, :, 12:, :12].sum(-1, keepdims=True)
         by_row = np.cumsum(np.sort(rows, -1)[..., ::-1], -1).mean((0, 1, 2))
@@ -394,11 +363,9 @@ def test_attention_mass(read):
     assert (found.by_set <= found.by_row + 1e-6).all()
 
 
-def test_attention_heatmaps(read):
-    model, params, tokens, p, _ = read
-    found = sparsity.attention_heatmaps(model, params, tokens, layers=2, heads=3, num_rows=9)
-    assert found.layers.tolist() == [0, 2]
-    assert found.heads.tolist() == [0, 2, 3]
+def test_attention_heatmaps(prompts, p):
+    found = sparsity.attention_heatmaps(prompts, layers=(2, 0), heads=3, num_rows=9)
+    assert (found.layers.tolist(), found.heads.tolist()) == ([2, 0], [0, 2, 3])
     for i, layer in enumerate(found.layers):
         np.testing.assert_allclose(found.p[i], p[layer][0, found.heads, 15:], atol=1e-5)
 
@@ -406,9 +373,8 @@ def test_attention_heatmaps(read):
 # --- AhaKV ---
 
 
-def test_attention_entropy(read):
-    model, params, tokens, p, layers = read
-    found = ahakv.attention_entropy(model, params, tokens, budget=6, num_rows=1000)
+def test_attention_entropy(prompts, p, layers):
+    found = ahakv.attention_entropy(prompts, budget=6, num_rows=1000)
     assert found.rows.tolist() == list(range(1, 24))
     seen = np.arange(1, 25)
     gain = np.where(seen > 6, np.sqrt(2 * np.log(np.maximum(seen / 6, 1))), 1)
@@ -432,7 +398,7 @@ def test_the_predictions_hold_for_normal_queries_and_keys():
     q = q * jnp.sqrt(32 / jnp.square(q).sum(-1, keepdims=True))  # so that every row's logits have variance 1
     rows = np.array([511, 1023, 2047])
     gain = np.sqrt(2 * np.log((rows + 1) / 256))
-    layer = Layer(q, k, k, jnp.zeros((4, 32, 1)), 32**-0.5)
+    layer = Layer(q, k, k, jnp.zeros((4, 32, 1)))
     entropy, corrected, variance = ahakv._entropies(layer, jnp.asarray(rows), jnp.asarray(gain, jnp.float32))
     np.testing.assert_allclose(entropy, np.log(rows + 1) - 0.5, atol=0.08)
     np.testing.assert_allclose(corrected, np.log(256), atol=0.1)
@@ -442,22 +408,20 @@ def test_the_predictions_hold_for_normal_queries_and_keys():
 # --- Ada-KV ---
 
 
-def test_head_concentration(read):
-    model, params, tokens, p, _ = read
-    found = adakv.head_concentration(model, params, tokens, window=4)
+def test_head_concentration(prompts, p):
+    found = adakv.head_concentration(prompts, window=4)
     for i, here in enumerate(p):
         weights = here[:, :, -4:, :20].sum(2)
         weights = np.sort(weights / weights.sum(-1, keepdims=True), -1)[..., ::-1]
         np.testing.assert_allclose(found.held[i], np.cumsum(weights, -1).mean(0), atol=1e-5)
-    one = adakv.head_concentration(model, params, tokens, window=4, layers=(2,))
+    one = adakv.head_concentration(prompts, window=4, layers=(2,))
     assert (one.layers, one.held.tolist()) == ((2,), found.held[2:].tolist())
     with pytest.raises(ValueError, match=r"layers=\(8,\): the model has layers 0 to 2; give --layers of these"):
-        adakv.head_concentration(model, params, tokens, window=4, layers=(8,))
+        adakv.head_concentration(prompts, window=4, layers=(8,))
 
 
-def test_loss_bound(read):
-    model, params, tokens, p, layers = read
-    found = adakv.loss_bound(model, params, tokens, budgets=(0.25, 12))
+def test_loss_bound(prompts, p, layers):
+    found = adakv.loss_bound(prompts, budgets=(0.25, 12))
     assert found.budgets.tolist() == [6, 12]
     for i, (here, layer) in enumerate(zip(p, layers, strict=True)):
         v = np.repeat(np.asarray(layer.v, np.float64), 2, axis=1)

@@ -17,6 +17,7 @@ import pytest
 from kvjax import models
 from kvjax.experiments import figures
 from kvjax.experiments.papers import FIGURES, prompts
+from kvjax.experiments.papers.base import Arrays, Prompts
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -51,10 +52,9 @@ def test_a_terminal_shows_the_time_that_has_passed(monkeypatch):
 
 
 def test_a_figure_that_is_cut_off_has_no_note_of_an_earlier_one(tmp_path, monkeypatch):
-    data = dataclasses.make_dataclass("Data", ["x"])
-    figure = types.SimpleNamespace(title="about", data=lambda model, params, x: data(x), plot=lambda _: plt.figure())
+    figure = types.SimpleNamespace(title="about", data=lambda read: Arrays(x=read.tokens), plot=lambda _: plt.figure())
     monkeypatch.setitem(FIGURES, "x", figure)
-    draw = lambda n: figures.draw("x", None, None, np.ones((1, n)), tmp_path, {"length": n})
+    draw = lambda n: figures.draw("x", Prompts(None, None, np.ones((1, n), np.int32)), tmp_path, {"length": n})
 
     def killed(path, content):
         raise KeyboardInterrupt

@@ -1,11 +1,11 @@
 """The papers' methods as tables run them: their rules in numpy."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.experiments.papers.attention import capture
+from kvjax.experiments.papers.base import Prompts
 from kvjax.experiments.papers.methods import METHODS, _largest_rows
 from tests.tensors import live_positions, token_ids
 from tests.test_figures import grouped, logits, matrix
@@ -33,7 +33,7 @@ def test_rocos_tables_protect_no_token_by_its_position(tiny, method, budget, sco
     """The rule of the text in the first layer, which nothing below evicts; kvjax's default keeps other tokens."""
     model, params = tiny
     tokens, name = np.asarray(token_ids(2, 24, seed=3)), "roco" if method == "roco" else "deviation-0.3"
-    (first, *_) = capture(model, params, jnp.asarray(tokens))
+    (first, *_) = capture(Prompts(model, params, tokens))
     x = logits(first).reshape(2, 2, 2, 24, 24)
     expected = [[rocos(x[b, k], 12, scope) for k in range(2)] for b in range(2)]
     how = {"max_new_tokens": 0, "block": 1}
@@ -51,7 +51,7 @@ def test_ahakvs_limitation_sums_the_largest_rows_of_every_token(tiny):
     tokens, seen = np.asarray(token_ids(2, 24, seed=3)), np.arange(1, 25)
     _, state = kvjax.prefill(model, params, tokens, policy=_largest_rows(12, recent=6), max_new_tokens=0)
     gain = np.where(seen > 12, np.sqrt(2 * np.log(np.maximum(seen / 12, 1))), 1)
-    for layer, held in zip(capture(model, params, jnp.asarray(tokens)), state.layers, strict=True):
+    for layer, held in zip(capture(Prompts(model, params, tokens)), state.layers, strict=True):
         largest = np.sort(grouped(matrix(layer, gain)), axis=2)[:, :, -6:].sum(2)
         norms = np.pad((np.asarray(layer.v, np.float64) ** 2).sum(-1), [(0, 0), (0, 0), (3, 3)])
         score = largest * sum(norms[..., j : j + 24] for j in range(7))

@@ -1,71 +1,45 @@
 """Why heads should not get equal budgets (Ada-KV, Feng et al., arXiv 2407.11550, section 3.5)."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 from matplotlib.figure import Figure
 
-from kvjax.analysis import eviction_bound, eviction_loss
+from kvjax.analysis import eviction_bound, eviction_loss, of_kv_heads
 from kvjax.decide.select import best
-from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows, group_mean
-from kvjax.experiments.papers.base import budgets_of, canvas, interval, message, percent
+from kvjax.experiments.papers.attention import Layer, by_layer, held_by_best, layers_of, matrix
+from kvjax.experiments.papers.base import Arrays, Prompts, budgets_of, canvas, interval, message, percent
 from kvjax.plot import COLOURS
 
 # --- Figure 2 ---
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadConcentration:
-    """How much attention every head holds with its most attended tokens.
-
-    Attributes:
-      layers: which.
-      budgets: tokens, 1 to the candidates there are.
-      held: attention held, the mean over prompts.
-    """
-
-    layers: tuple[int, ...]
-    budgets: Int[np.ndarray, "X"]
-    held: Float[np.ndarray, "L N X"]
-
-
-def head_concentration(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, window: int = 32, layers: tuple[int, ...] = ()
-) -> HeadConcentration:
+def head_concentration(prompts: Prompts, *, window: int = 32, layers: tuple[int, ...] = ()) -> Arrays:
     """Attention that each head retains against its budget (Ada-KV, Fig. 2 and 6).
 
     The weights are those that SnapKV and Ada-SnapKV rank by: the mean attention of the last `window` rows over the
     tokens before them, renormalised, for every query head. The tokens are those that hold most of it: the best in
     hindsight, no choice of as many holds more. All layers (Fig. 6), or those of `layers` (Fig. 2: layer 8).
 
+    Returns:
+      layers: which.
+      budgets: tokens, 1 to the candidates there are.
+      held: "L N X", attention held with so many, the mean over prompts.
+
     Raises:
       ValueError: prompts with nothing before the window, layers that the model has not.
     """
-    T = tokens.shape[1]
+    T = prompts.length
     if not 1 <= window < T:
         raise ValueError(f"a window of {window} of {T} tokens leaves none before it; choose 1 to {T - 1}")
-    layers, L = layers or (*range(model.config.num_layers),), model.config.num_layers
-    if not {*layers} <= {*range(L)}:
-        raise ValueError(f"layers={layers}: the model has layers 0 to {L - 1}; give --layers of these")
-    held = by_layer(model, params, tokens, _held, jnp.arange(T - window, T))
-    return HeadConcentration(layers, np.arange(1, T - window + 1), held[[*layers]])
+    chosen = layers_of(prompts, layers)
+    old, last = np.split(np.arange(T), [T - window])
+    held = lambda layer: held_by_best(matrix(layer, jnp.asarray(last))[..., old].sum(2)).mean(0)
+    return Arrays(layers=chosen, budgets=old + 1, held=by_layer(prompts, held)[[*chosen]])
 
 
-@jax.jit
-def _held(layer: Layer, window: Int[Array, "W"]) -> Float[Array, "N X"]:
-    B, N, T, _ = layer.q.shape
-    add = lambda total, p, rows: (total + p.sum(2), None)
-    total, _ = fold_rows(layer, add, jnp.zeros((B, N, T)), rows=window)
-    weights = total[..., : T - window.size]
-    weights = -jnp.sort(-weights, axis=-1) / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return jnp.cumsum(weights, axis=-1).mean(0)
-
-
-def plot_head_concentration(d: HeadConcentration) -> Figure:
+def plot_head_concentration(d: Arrays) -> Figure:
     """A panel for every layer, a line for every head: the quickest and the slowest stand out."""
     per_row = min(len(d.layers), 4)
     num_rows = -(-len(d.layers) // per_row)
@@ -75,9 +49,9 @@ def plot_head_concentration(d: HeadConcentration) -> Figure:
     for i, axes in enumerate(grid.flat[: len(d.layers)]):
         for head in d.held[i]:
             axes.plot(share, 100 * head, color="0.7", linewidth=0.9)
-        for head, colour, name in ((need[i].argmin(), COLOURS[0], "fewest"), (need[i].argmax(), COLOURS[1], "most")):
+        for head, colour, dashes in ((need[i].argmin(), COLOURS[0], ()), (need[i].argmax(), COLOURS[1], (4, 1.5))):
             label = f"head {head}: {percent(need[i, head])} for 95 %"
-            axes.plot(share, 100 * d.held[i, head], color=colour, linewidth=2, label=label, dashes=_DASHES[name])
+            axes.plot(share, 100 * d.held[i, head], color=colour, linewidth=2, label=label, dashes=dashes)
         axes.axhline(95, color="0.5", linewidth=0.8, linestyle=":")
         axes.set(title=f"layer {d.layers[i]}", xscale="log", ylim=(0, 102))
         axes.set_xticks([0.1, 1, 10, 100], ["0.1", "1", "10", "100"])
@@ -93,40 +67,10 @@ def plot_head_concentration(d: HeadConcentration) -> Figure:
     return message(figure, text, "Ada-KV, Fig. 2 and 6")
 
 
-_DASHES = {"fewest": (), "most": (4, 1.5)}
-
-
 # --- Figure 3 ---
 
 
-@dataclasses.dataclass(frozen=True)
-class LossBound:
-    """What eviction costs one row of attention in each layer, at most and exactly, in L1 norm.
-
-    Attributes:
-      allocations: "uniform" and "adaptive".
-      budgets: tokens a kv head on average.
-      length: tokens of a prompt.
-      bound: Theorem 2's upper bound under Top-K selection.
-      loss: the loss itself.
-      output: L1 norm of the layer's attention output, to compare with.
-    """
-
-    allocations: tuple[str, ...]
-    budgets: Int[np.ndarray, "R"]
-    length: int
-    bound: Float[np.ndarray, "2 R L B"]
-    loss: Float[np.ndarray, "2 R L B"]
-    output: Float[np.ndarray, "L B"]
-
-
-def loss_bound(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[np.ndarray, "B T"],
-    *,
-    budgets: tuple[float | int, ...] = (0.0625, 0.125, 0.25),
-) -> LossBound:
+def loss_bound(prompts: Prompts, *, budgets: tuple[float | int, ...] = (0.0625, 0.125, 0.25)) -> Arrays:
     """Bound of the eviction loss by layer, uniform against adaptive head budgets (Ada-KV, Fig. 3).
 
     The last row of every prompt. A kv head ranks tokens by the sum of its query heads' attention; uniform budgets keep
@@ -135,14 +79,23 @@ def loss_bound(
     both are the best in hindsight, of as many tokens in every head or in the layer. Budgets are a head's on average:
     tokens (int; 128 in the paper) or shares of the prompt (float).
 
+    Returns:
+      allocations: "uniform" and "adaptive".
+      budgets: tokens a kv head on average.
+      length: tokens of a prompt.
+      bound: "2 R L B", Theorem 2's upper bound under Top-K selection, in L1 norm.
+      loss: "2 R L B", the loss itself.
+      output: "L B", L1 norm of the layer's attention output, to compare with.
+
     Raises:
       ValueError: a budget of no token, or of more than there are.
     """
-    T = tokens.shape[1]
+    T = prompts.length
     each = budgets_of(budgets, T, most=T)
-    bound, loss, output = by_layer(model, params, tokens, _bounds, jnp.asarray(each))
-    order = lambda x: x.transpose(2, 1, 0, 3)  # "L R 2 B" to "2 R L B"
-    return LossBound(("uniform", "adaptive"), each, T, order(bound), order(loss), output)
+    *both, output = by_layer(prompts, _bounds, jnp.asarray(each))
+    bound, loss = (x.transpose(2, 1, 0, 3) for x in both)  # "L R 2 B" to "2 R L B"
+    how = {"allocations": ("uniform", "adaptive"), "budgets": each, "length": T}
+    return Arrays(**how, bound=bound, loss=loss, output=output)
 
 
 @jax.jit
@@ -151,11 +104,9 @@ def _bounds(
 ) -> tuple[Float[Array, "R 2 B"], Float[Array, "R 2 B"], Float[Array, "B"]]:
     B, _, T, _ = layer.q.shape
     K = layer.k.shape[1]
-    last = jnp.full((1,), T - 1)
-    p = fold_rows(layer, lambda carry, p, rows: (carry, p.swapaxes(0, 2)), None, rows=last, block=1)[1][0]
-    p = p.swapaxes(0, 1)  # "B N T"
+    p = matrix(layer, jnp.full((1,), T - 1))[:, :, 0]
     v, out_proj = layer.v.astype(jnp.float32), layer.out_proj.astype(jnp.float32)
-    weights = group_mean(p, K)
+    weights = of_kv_heads(p, K)
     pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None, None], weights.shape)
 
     def at(budget):
@@ -178,7 +129,7 @@ def adaptive(weights: Float[Array, "B K T"], budget: Int[Array, ""]) -> Bool[Arr
     return best(flat, earlier, jnp.full((B, 1), K * budget)).reshape(B, K, T)
 
 
-def plot_loss_bound(d: LossBound) -> Figure:
+def plot_loss_bound(d: Arrays) -> Figure:
     """Bounds and losses relative to the layer's output, by layer; a panel for every budget."""
     figure, (row,) = canvas(len(d.budgets), width=max(4.2, 7.0 / len(d.budgets)), height=4.2, sharey=True)
     layers = np.arange(d.bound.shape[2])

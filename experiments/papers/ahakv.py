@@ -1,60 +1,20 @@
 """Entropy of attention rows and the softmax that holds it still (AhaKV, Gu et al., arXiv 2506.03762, section 4.2)."""
 
-import dataclasses
-import functools
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows
-from kvjax.experiments.papers.base import canvas, draw_layers, message, smooth
+from kvjax.experiments.papers.attention import Layer, by_layer, matrix
+from kvjax.experiments.papers.base import Arrays, Prompts, canvas, draw_layers, message, smooth
 
 _SOFT: Final = 0.125  # logits so small that no probability underflows
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionEntropy:
-    """Entropy of attention rows, in nats, the mean over query heads and prompts.
-
-    Attributes:
-      rows: positions of the rows; a row sees that many tokens and itself.
-      entropy: under the model's softmax.
-      corrected: under SG-softmax; rows that see no more than `budget` tokens keep the model's.
-      logit_variance: of the scaled logits of a row, the mean over heads and prompts.
-      log_i: the entropy of a uniform row, ln i.
-      as_printed: Eq. 8, ln i - d/2: raw dot products of unit normal queries and keys.
-      scaled: Eq. 10 with the model's factor, ln i - 1/2: the same products divided by sqrt(d).
-      measured_variance: Eq. 10 with the variance measured in each layer, ln i - s^2 / 2.
-      target: the entropy that Eq. 11 asks for, ln k.
-      budget: k.
-      head_dim: d.
-    """
-
-    rows: Int[np.ndarray, "M"]
-    entropy: Float[np.ndarray, "L M"]
-    corrected: Float[np.ndarray, "L M"]
-    logit_variance: Float[np.ndarray, "L M"]
-    log_i: Float[np.ndarray, "M"]
-    as_printed: Float[np.ndarray, "M"]
-    scaled: Float[np.ndarray, "M"]
-    measured_variance: Float[np.ndarray, "L M"]
-    target: float
-    budget: int
-    head_dim: int
-
-
-def attention_entropy(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[np.ndarray, "B T"],
-    *,
-    budget: int | None = None,
-    num_rows: int = 128,
-) -> AttentionEntropy:
+def attention_entropy(prompts: Prompts, *, budget: int | None = None, num_rows: int = 128) -> Arrays:
     r"""Entropy of attention rows against position, predicted and corrected (AhaKV, Eq. 8 to 12).
 
     The paper models dot products as normal with variance $d$, from which $E[H_i] = \ln i - \lambda^2 d / 2$ for
@@ -62,15 +22,27 @@ def attention_entropy(
     takes $\lambda_i = \sqrt{2 \ln(i/k) / d}$, so that entropy should stay at $\ln k$.
 
     Args:
-      model, params: the model.
-      tokens: prompts of one length.
+      prompts: the model and its prompts.
       budget: k, an eighth of the prompt if None.
       num_rows: rows to look at, evenly spaced in the logarithm of their position.
+
+    Returns:
+      rows: "M", positions of the rows; a row sees that many tokens and itself.
+      entropy: "L M", under the model's softmax, in nats, the mean over query heads and prompts.
+      corrected: "L M", under SG-softmax; rows that see no more than `budget` tokens keep the model's.
+      logit_variance: "L M", of the scaled logits of a row, the mean over heads and prompts.
+      log_i: "M", the entropy of a uniform row, ln i.
+      as_printed: "M", Eq. 8, ln i - d/2: raw dot products of unit normal queries and keys.
+      scaled: "M", Eq. 10 with the model's factor, ln i - 1/2: the same products divided by sqrt(d).
+      measured_variance: "L M", Eq. 10 with the variance measured in each layer, ln i - s^2 / 2.
+      target: the entropy that Eq. 11 asks for, ln k.
+      budget: k.
+      head_dim: d.
 
     Raises:
       ValueError: a budget that no row exceeds.
     """
-    T = tokens.shape[1]
+    T = prompts.length
     budget = max(T // 8, 1) if budget is None else budget
     if not 1 <= budget < T:
         raise ValueError(f"budget={budget}: rows of a prompt of {T} tokens must exceed it; choose 1 to {T - 1}")
@@ -79,9 +51,9 @@ def attention_entropy(
     # A factor on logits that are already divided by sqrt(d): lambda_i * sqrt(d).
     gain = np.where(seen > budget, np.sqrt(2 * np.log(np.maximum(seen / budget, 1.0))), 1.0)
     given = jnp.asarray(rows), jnp.asarray(gain, jnp.float32)
-    entropy, corrected, variance = by_layer(model, params, tokens, _entropies, *given)
-    log_i, d = np.log(seen), model.config.head_dim
-    return AttentionEntropy(
+    entropy, corrected, variance = by_layer(prompts, _entropies, *given)
+    log_i, d = np.log(seen), prompts.model.config.head_dim
+    return Arrays(
         rows=rows,
         entropy=entropy,
         corrected=corrected,
@@ -101,23 +73,14 @@ def _entropies(
     layer: Layer, rows: Int[Array, "M"], gain: Float[Array, "M"]
 ) -> tuple[Float[Array, "M"], Float[Array, "M"], Float[Array, "M"]]:
     """(entropy, entropy under the gain, variance of the logits) of every row, the mean over prompts and heads."""
-
-    def entropy(carry, p, rows):
-        return carry, -(p * jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny))).sum(-1).mean((0, 1))
-
-    def variance(carry, p, rows):
-        seen = p > 0
-        num = jnp.maximum(seen.sum(-1), 1).astype(jnp.float32)
-        x = jnp.log(jnp.where(seen, p, 1.0)) / _SOFT  # the logits, less a constant of the row
-        mean = x.sum(-1) / num
-        return carry, (jnp.where(seen, x - mean[..., None], 0.0) ** 2).sum(-1).mean((0, 1)) / num.mean((0, 1))
-
-    walk = functools.partial(fold_rows, layer, carry=None, rows=rows)
-    soft = jnp.full(rows.shape, _SOFT)
-    return walk(entropy)[1], walk(entropy, multiplier=gain)[1], walk(variance, multiplier=soft)[1]
+    entropy = lambda p: -(p * jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny))).sum(-1).mean((0, 1))
+    soft = matrix(layer, rows, jnp.full(rows.shape, _SOFT))
+    logits = jnp.log(jnp.maximum(soft, jnp.finfo(jnp.float32).tiny)) / _SOFT  # less a constant of the row
+    variance = logits.var(-1, where=soft > 0).mean((0, 1))
+    return entropy(matrix(layer, rows)), entropy(matrix(layer, rows, gain)), variance
 
 
-def plot_attention_entropy(d: AttentionEntropy) -> Figure:
+def plot_attention_entropy(d: Arrays) -> Figure:
     """The model's softmax with its predictions, and SG-softmax with its target; lines are moving averages."""
     figure, ((left, right),) = canvas(2, width=5.8, height=4.4, sharey=True)
     seen = d.rows + 1

@@ -3,20 +3,21 @@
 Letters: B prompts, T tokens, N query heads, K kv heads, G = N // K, H head_dim, D embed_dim, R rows of a block.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
-from kvjax.drivers.attend import without_cache
+import kvjax
+from kvjax.analysis import Stored
+from kvjax.contract import AttentionInputs, Layout, value
+from kvjax.experiments.papers.base import Prompts
 from kvjax.pallas_kernels import Columns, Softmax, attention
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.storage import linear_bias
 
 Carry = TypeVar("Carry")
 BLOCK = 32
@@ -30,122 +31,123 @@ class Layer:
       q, k: queries and keys, rotated.
       v: values.
       out_proj: the output projection.
-      scale: factor on `q . k`.
+      bias: what is added to the logits of every key.
+      scale: factor on `q . k`, None for head_dim ** -0.5.
       window: positions that a query sees, None for all.
       softcap: logits become `softcap * tanh(logits / softcap)`.
-      slopes: those of ALiBi, None without it.
     """
 
     q: Float[Array, "B N T H"]
     k: Float[Array, "B K T H"]
     v: Float[Array, "B K T H"]
     out_proj: Float[Array, "N H D"]
-    scale: float = static()
+    bias: Float[Array, "B N T"] | None = None
+    scale: float | None = static(default=None)
     window: int | None = static(default=None)
     softcap: float | None = static(default=None)
-    slopes: tuple[float, ...] | None = static(default=None)
-
-    @property
-    def bias(self) -> Float[Array, "B N T"] | None:
-        """What is added to the logits of every key."""
-        if self.slopes is None:
-            return None
-        places = jnp.broadcast_to(jnp.arange(self.k.shape[2], dtype=jnp.int32), self.k.shape[:3])
-        return linear_bias(self.slopes, places)
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def capture(model: Any, params: PyTree[Any], tokens: Int[Array, "B T"]) -> tuple[Layer, ...]:
-    """Reads prompts of one length without a cache, and returns what every layer attended with.
+@value
+class Attended:
+    """Observes what a layer attends with, as `Layer`."""
+
+    def __call__(self, inputs: AttentionInputs) -> Layer:
+        """The layer, of the prompt's rows.
+
+        Raises:
+          ValueError: a model that does not say how it projects its attention output.
+        """
+        if inputs.out_proj is None:
+            raise ValueError("the model passes no out_proj to attend; figures need it")
+        how = inputs.scale, inputs.window, inputs.softcap
+        return Layer(inputs.q, inputs.kv.k, inputs.kv.v, inputs.out_proj, inputs.bias, *how)
+
+
+def capture(prompts: Prompts) -> tuple[Layer, ...]:
+    """Reads prompts with the full cache, and returns what every layer attended with.
 
     Raises:
-      ValueError: a model that does not say how it projects its attention output.
+      ValueError: what `kvjax.forward` refuses, and a model that does not say how it projects its attention output.
     """
-    B, T = tokens.shape
-    pos = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    plain = without_cache(pos)
-
-    def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, scale=None, **how):
-        del hidden
-        if out_proj is None:
-            raise ValueError(f"layer {layer} of the model passes no out_proj to attend; figures need it")
-        turned = rotate(q, pos[:, None]), rotate(k, pos[:, None])
-        found = Layer(*turned, v, out_proj, q.shape[-1] ** -0.5 if scale is None else scale, **how)
-        out, cache, _ = plain(cache, q, k, v, layer=layer, rotate=rotate, scale=scale, **how)
-        return out, cache, found
-
-    (outer, each), layers = model.parts(params), []
-    x = model.embed(outer, tokens, pos)
-    for i, own in enumerate(each):
-        x, _, found = model.block(i, own, x, None, attend)
-        layers.append(found)
-    return tuple(layers)
+    model, params, tokens = prompts
+    every = range(model.config.num_layers)
+    policy = Stored((Layout(),) * len(every), (Attended(),))
+    state = kvjax.start(model, policy=policy, lengths=[prompts.length] * len(tokens), max_new_tokens=0)
+    _, _, stats = kvjax.forward(model, params, tokens, state)
+    return tuple(stats.of(i)[Attended()] for i in every)
 
 
-def by_layer(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], measure: Callable[[Layer], Any], *given: Any
-) -> Any:
+def by_layer(prompts: Prompts, measure: Callable[..., Any], *given: Any) -> Any:
     """What `measure(layer, *given)` finds in every layer of a model, its arrays stacked "L ...", in float64.
 
     Raises:
       ValueError: see `capture`.
     """
-    found = [measure(layer, *given) for layer in capture(model, params, jnp.asarray(tokens))]
+    found = [measure(layer, *given) for layer in capture(prompts)]
     return jax.tree.map(lambda *each: np.stack([np.asarray(x, np.float64) for x in each]), *found)
+
+
+def layers_of(prompts: Prompts, layers: Sequence[int]) -> Sequence[int]:
+    """The layers that are asked for, or all.
+
+    Raises:
+      ValueError: layers that the model has not.
+    """
+    every = range(prompts.model.config.num_layers)
+    if not {*layers} <= {*every}:
+        raise ValueError(f"layers={tuple(layers)}: the model has layers 0 to {every[-1]}; give --layers of these")
+    return layers or (*every,)
+
+
+@jax.jit
+def matrix(layer: Layer, rows: Int[Array, "M"], multiplier: Float[Array, "M"] | None = None) -> Float[Array, "B N M T"]:
+    """Rows of the attention matrix, by one call of `attention`.
+
+    Args:
+      layer: the layer.
+      rows: positions of the rows, increasing; those at position T are of zeros.
+      multiplier: a factor on the logits of every row, for another softmax than the model's.
+    """
+    B, K, T, _ = layer.k.shape
+    M = rows.shape[0]
+    # Rows need not follow each other, so that dead slots stand where `attention` expects their tokens.
+    behind = lambda x, value=0: jnp.pad(x, [(0, M if i == 2 else 0) for i in range(x.ndim)], constant_values=value)
+    k, v = (behind(x.astype(jnp.float32)) for x in (layer.k, layer.v))
+    pos = behind(jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, T)), -1)
+    q = jnp.take(layer.q, rows, axis=2, mode="clip").astype(jnp.float32)
+    q_pos = jnp.broadcast_to(jnp.where(rows < T, rows, -1), (B, M))
+    own = None if multiplier is None else Softmax(multiplier=jnp.broadcast_to(multiplier, (B, K, M)))
+    column = Columns(group=None, summed=False, softmax=own)
+    options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
+    options["bias"] = None if layer.bias is None else behind(layer.bias)
+    return attention(q, k, v, q_pos, pos, columns=(column,), **options).columns[0][..., :T]
 
 
 def fold_rows(
     layer: Layer,
     visit: Callable[[Carry, Float[Array, "B N R T"], Int[Array, "R"]], tuple[Carry, Any]],
     carry: Carry,
-    *,
-    rows: Int[Array, "M"] | None = None,
-    multiplier: Float[Array, "M"] | None = None,
     block: int = BLOCK,
 ) -> tuple[Carry, Any]:
-    """Walks over rows of the attention matrix in order, a block at a time, each block one call of `attention`.
+    """Walks over all rows of the attention matrix in order, a block at a time.
 
     Args:
       layer: the layer.
       visit: `(carry, p, positions) -> (carry, out)` for one block. The last block may be filled up with rows at
         position T, whose probabilities are 0 and whose `out` is dropped.
       carry: what the first block gets.
-      rows: positions of the rows, increasing; all of them if None.
-      multiplier: a factor on the logits of every row, for another softmax than the model's.
       block: rows of a block.
 
     Returns:
-      The last carry, and `out` of all rows: arrays "M ...", whose first axis was the block's rows.
+      The last carry, and `out` of all rows: arrays "T ...", whose first axis was the block's rows.
     """
-    B, _, T, _ = layer.q.shape
-    K = layer.k.shape[1]
-    rows = jnp.arange(T, dtype=jnp.int32) if rows is None else rows.astype(jnp.int32)
-    num = rows.shape[0]
-    pad = -num % block
-    blocks = jnp.pad(rows, (0, pad), constant_values=T).reshape(-1, block)
-    factors = jnp.pad(jnp.ones((num,)) if multiplier is None else multiplier.astype(jnp.float32), (0, pad))
-    # Rows of a block need not follow each other, so that dead slots stand where `attention` expects their tokens.
-    behind = lambda x, value: jnp.pad(x, ((0, 0), (0, 0), (0, block), *((0, 0),) * (x.ndim - 3)), constant_values=value)
-    k, v = (behind(x.astype(jnp.float32), 0.0) for x in (layer.k, layer.v))
-    keys = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, T))
-    options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
-    if layer.bias is not None:
-        options["bias"] = jnp.pad(layer.bias, ((0, 0), (0, 0), (0, block)))
-
-    def step(carry, given):
-        here, factor = given
-        q = jnp.take(layer.q, here, axis=2, mode="clip").astype(jnp.float32)
-        q_pos = jnp.broadcast_to(jnp.where(here < T, here, -1), (B, block))
-        own = None if multiplier is None else Softmax(multiplier=jnp.broadcast_to(factor, (B, K, block)))
-        column = Columns(group=None, summed=False, softmax=own)
-        found = attention(q, k, v, q_pos, behind(keys, -1), columns=(column,), **options)
-        return visit(carry, found.columns[0][..., :T], here)
-
-    carry, out = lax.scan(step, carry, (blocks, factors.reshape(-1, block)))
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num], out)
+    T = layer.k.shape[2]
+    blocks = jnp.pad(jnp.arange(T, dtype=jnp.int32), (0, -T % block), constant_values=T).reshape(-1, block)
+    carry, out = lax.scan(lambda carry, rows: visit(carry, matrix(layer, rows), rows), carry, blocks)
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:T], out)
 
 
-def group_mean(x: Float[Array, "B N *rest"], num_kv_heads: int) -> Float[Array, "B K *rest"]:
-    """The mean over the query heads of every kv head."""
-    B, N, *rest = x.shape
-    return x.reshape(B, num_kv_heads, N // num_kv_heads, *rest).mean(2)
+def held_by_best(weights: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
+    """The share of all weight that the largest 1, 2, ... hold together."""
+    weights = -jnp.sort(-weights, axis=-1)
+    return jnp.cumsum(weights, axis=-1) / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)

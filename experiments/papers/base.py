@@ -1,18 +1,40 @@
-"""What all figures share: intervals, axes, colours of layers, and titles that say what is to be seen."""
+"""What all figures share: prompts, arrays, intervals, axes, and titles that say what is to be seen."""
 
 import dataclasses
 import textwrap
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvjax.experiments.core import stats
+from kvjax import analysis
 from kvjax.plot.style import style as style
+
+Arrays = types.SimpleNamespace
+"""What a figure is drawn from, by name; the function that computes it says what each array is."""
+
+
+class Prompts(NamedTuple):
+    """What a figure is computed from.
+
+    Attributes:
+      model, params: the model.
+      tokens: prompts of one length.
+    """
+
+    model: Any
+    params: PyTree[Any]
+    tokens: Int[np.ndarray, "B T"]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt."""
+        return self.tokens.shape[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +42,13 @@ class PaperFigure:
     """One figure of a paper.
 
     Attributes:
-      data: `(model, params, tokens "B T") -> frozen dataclass of arrays`.
+      data: computes the arrays from `Prompts` and options of its own.
       plot: draws what `data` returned.
       prompts, length: the size that it is made for.
     """
 
-    data: Callable[..., Any]
-    plot: Callable[[Any], Figure]
+    data: Callable[..., Arrays]
+    plot: Callable[[Arrays], Figure]
     prompts: int
     length: int
 
@@ -50,7 +72,7 @@ def budgets_of(shares: Sequence[float | int], length: int, most: int) -> Int[np.
 
 def interval(x: Float[np.ndarray, "*rest B"]) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """The mean over the last axis and half its Student-t interval of 95 %; no interval (0) for a single prompt."""
-    mean, _, high = np.moveaxis(np.apply_along_axis(lambda each: np.array(stats.mean([*each])), -1, x), -1, 0)
+    mean, _, high = analysis.interval(x)
     return mean, np.where(np.isfinite(high), high - mean, 0.0)
 
 
@@ -73,22 +95,15 @@ def message(figure: Figure, text: str, source: str) -> Figure:
     return figure
 
 
-def layer_colours(num_layers: int) -> list[Any]:
-    """Colours from the first layer (dark) to the last (light), apart for all kinds of colour vision."""
-    return list(matplotlib.colormaps["viridis"](np.linspace(0.0, 0.88, num_layers)))
-
-
 def draw_layers(axes: Axes, x: np.ndarray, y: Float[np.ndarray, "L X"], **options: Any) -> None:
-    """A line for every layer, and which is which: a legend for up to 8, else the first and the last are named."""
-    colours = layer_colours(len(y))
+    """A line for every layer, and which is which: a legend for up to 8, else the first and the last are named.
+
+    Colours go from the first layer (dark) to the last (light), apart for all kinds of colour vision.
+    """
+    colours = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.88, len(y)))
     for i, (line, colour) in enumerate(zip(y, colours, strict=True)):
         named = len(y) <= 8 or i in (0, len(y) - 1)
         axes.plot(x, line, color=colour, linewidth=1.8, label=f"layer {i}" if named else None, **options)
-
-
-def shown_layers(num_layers: int, most: int) -> list[int]:
-    """Layers to draw where there is room for `most`: evenly spaced, the first and the last among them."""
-    return sorted({round(float(i)) for i in np.linspace(0, num_layers - 1, min(most, num_layers))})
 
 
 def percent(x: float) -> str:

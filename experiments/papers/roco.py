@@ -1,6 +1,5 @@
 """RoCo's figures (Ren and Zhu, arXiv 2402.06262, section 4.3): is importance consistent, and who is safe to evict?"""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,10 +13,11 @@ from matplotlib.figure import Figure
 from kvjax import Evict, analysis
 from kvjax.contract import EMPTY
 from kvjax.decide.select import all_but_worst, best
-from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows, group_mean
-from kvjax.experiments.papers.base import budgets_of, canvas, draw_layers, interval, message, percent, style
+from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows
+from kvjax.experiments.papers.base import Arrays, Prompts, budgets_of, canvas, draw_layers, interval, message, percent
 from kvjax.pallas_kernels import Columns, attention
 from kvjax.plot import COLOURS
+from kvjax.plot.style import style
 from kvjax.scores.attention import SparedByDeviation
 from kvjax.storage import linear_bias
 
@@ -29,32 +29,7 @@ SINKS = 4
 # --- Figure 2 ---
 
 
-@dataclasses.dataclass(frozen=True)
-class ImportanceJaccard:
-    """How much of what an evicting cache holds would have been chosen with the full cache.
-
-    Attributes:
-      measures: names of the importance measures.
-      budgets: tokens of the cache.
-      length: tokens of a prompt.
-      similarity: Jaccard similarity, the mean over kv heads and over all steps with something to evict.
-      chance: that of a random set.
-    """
-
-    measures: tuple[str, ...]
-    budgets: Int[np.ndarray, "R"]
-    length: int
-    similarity: Float[np.ndarray, "M R L B"]
-    chance: Float[np.ndarray, "R"]
-
-
-def importance_jaccard(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[np.ndarray, "B T"],
-    *,
-    shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9),
-) -> ImportanceJaccard:
+def importance_jaccard(prompts: Prompts, *, shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)) -> Arrays:
     """Whether measures choose the same tokens from an evicting cache as from the full one (RoCo, Fig. 2).
 
     Text is read token by token. A cache of B tokens evicts its least important one at every step, in every layer and
@@ -66,24 +41,28 @@ def importance_jaccard(
     count at which there is something to evict.
 
     Args:
-      model, params: the model.
-      tokens: prompts of one length.
+      prompts: the model and its prompts.
       shares: budgets as shares of the prompt.
+
+    Returns:
+      measures: names of the importance measures.
+      budgets: "R", tokens of the cache.
+      length: tokens of a prompt.
+      similarity: "M R L B", Jaccard similarity, the mean over kv heads and over all steps with something to evict.
+      chance: "R", that of a random set.
 
     Raises:
       ValueError: a share that leaves no token, or none to evict.
     """
-    T = tokens.shape[1]
+    T = prompts.length
     budgets = budgets_of(shares, T, most=T - 1)
-    found = _read_and_evict(model, params, jnp.asarray(tokens), tuple(budgets.tolist()))
-    steps = np.arange(1, T + 1)
-    full = (steps[:, None] > budgets[None]).astype(np.float64)
-    similarity = np.einsum("tr,tlmrb->mrlb", full, np.asarray(found, np.float64)) / full.sum(0)[None, :, None, None]
-    held = np.minimum(
-        budgets[None] / steps[:, None], 1.0
-    )  # expected overlap of two random sets: a share `held` of either
-    chance = (full * held / (2.0 - held)).sum(0) / full.sum(0)
-    return ImportanceJaccard(MEASURES, budgets, T, similarity, chance)
+    found = _read_and_evict(prompts.model, prompts.params, jnp.asarray(prompts.tokens), tuple(budgets.tolist()))
+    steps = np.arange(1, T + 1)[:, None]
+    full = (steps > budgets) / (steps > budgets).sum(0)  # a weight for every step with something to evict
+    similarity = np.einsum("tr,tlmrb->mrlb", full, np.asarray(found, np.float64))
+    held = np.minimum(budgets / steps, 1.0)  # two random sets each hold such a share of the other
+    chance = (full * held / (2.0 - held)).sum(0)
+    return Arrays(measures=MEASURES, budgets=budgets, length=T, similarity=similarity, chance=chance)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "budgets"))
@@ -146,7 +125,7 @@ def _read_and_evict(
     return found
 
 
-def plot_importance_jaccard(d: ImportanceJaccard) -> Figure:
+def plot_importance_jaccard(d: Arrays) -> Figure:
     """Similarity against budget, a line for every measure."""
     figure, ((axes,),) = canvas(width=6.4)
     mean, half = interval(d.similarity.mean(2))
@@ -154,8 +133,7 @@ def plot_importance_jaccard(d: ImportanceJaccard) -> Figure:
     for i, name in enumerate(d.measures):
         axes.errorbar(share, mean[i], yerr=half[i], label=name, capsize=2, **style(i))
     axes.plot(share, d.chance, color="0.6", linestyle="--", label="random set")
-    axes.set(xlabel=f"budget, % of {d.length} tokens", ylabel="Jaccard similarity to full cache")
-    axes.set(ylim=(0, 1.02))
+    axes.set(xlabel=f"budget, % of {d.length} tokens", ylabel="Jaccard similarity to full cache", ylim=(0, 1.02))
     axes.legend(frameon=False, loc="lower right")
     order = np.argsort(-mean.mean(1))
     best, next_ = (d.measures[i] for i in order[:2])
@@ -167,39 +145,27 @@ def plot_importance_jaccard(d: ImportanceJaccard) -> Figure:
 # --- Figure 3 ---
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionByAge:
-    """What tokens have received by the time they are `age` rows old, their own row included.
-
-    Attributes:
-      ages: 1, 2, ...
-      mean, std: mean and standard deviation of the attention probabilities that a token has received so far (what RoCo
-        carries), the mean over tokens, kv heads and prompts.
-      peaked: the share of tokens whose standard deviation had its maximum by that age.
-    """
-
-    ages: Int[np.ndarray, "A"]
-    mean: Float[np.ndarray, "L A"]
-    std: Float[np.ndarray, "L A"]
-    peaked: Float[np.ndarray, "L A"]
-
-
-def attention_by_age(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, skip: int = SINKS
-) -> AttentionByAge:
+def attention_by_age(prompts: Prompts, *, skip: int = SINKS) -> Arrays:
     """Mean and standard deviation of the attention a token receives, against its age (RoCo, Fig. 3).
 
     The tokens of the first half, each watched for half the prompt's rows, so that every age has the same tokens. The
     first `skip` are left out: attention sinks have a life of their own. The paper's claim: after a brief ascent the
     deviation declines steadily.
 
+    Returns:
+      ages: "A", 1, 2, ... rows, a token's own included.
+      mean, std: "L A", mean and standard deviation of the attention probabilities that a token has received so far
+        (what RoCo carries), the mean over tokens, kv heads and prompts.
+      peaked: "L A", the share of tokens whose standard deviation had its maximum by that age.
+
     Raises:
       ValueError: prompts too short to have a first half beyond the skipped tokens.
     """
-    T = tokens.shape[1]
+    T = prompts.length
     if skip >= T // 2:
         raise ValueError(f"prompts of {T} tokens leave none between the first {skip} and the half; use longer ones")
-    return AttentionByAge(np.arange(1, T // 2 + 1), *by_layer(model, params, tokens, _by_age, skip))
+    mean, std, peaked = by_layer(prompts, _by_age, skip)
+    return Arrays(ages=np.arange(1, T // 2 + 1), mean=mean, std=std, peaked=peaked)
 
 
 @functools.partial(jax.jit, static_argnames="skip")
@@ -211,7 +177,7 @@ def _by_age(layer: Layer, skip: int) -> tuple[Float[Array, "A"], Float[Array, "A
 
     def visit(carry, p, rows):
         total, square, top, peak, sums = carry
-        p = group_mean(p, K)[..., skip : T - A]
+        p = p.reshape(B, K, -1, *p.shape[2:]).mean(2)[..., skip : T - A]
         totals = total[:, :, None] + jnp.cumsum(p, axis=2)
         squares = square[:, :, None] + jnp.cumsum(p * p, axis=2)
         age = rows[:, None] - pos[None] + 1
@@ -233,7 +199,7 @@ def _by_age(layer: Layer, skip: int) -> tuple[Float[Array, "A"], Float[Array, "A
     return sums[:, 0] / pos.size, sums[:, 1] / pos.size, jnp.cumsum(counts) / counts.sum()
 
 
-def plot_attention_by_age(d: AttentionByAge) -> Figure:
+def plot_attention_by_age(d: Arrays) -> Figure:
     """Mean, deviation, and when the deviation peaked."""
     figure, ((left, middle, right),) = canvas(3, width=4.3)
     draw_layers(left, d.ages, d.mean)
@@ -263,39 +229,13 @@ def _between(x: np.ndarray) -> str:
 # --- Figure 4 ---
 
 
-@dataclasses.dataclass(frozen=True)
-class ScopeSize:
-    """How far predictions move when a prompt is evicted under scopes of different sizes.
-
-    Attributes:
-      scopes: "local window" and "standard deviation".
-      budgets: live tokens a kv head.
-      sizes: protected tokens as shares of the budget.
-      length: tokens of the prompt.
-      divergence: KL divergence of the next-token distribution from the full cache's, in nats, the mean over the
-        continuation.
-      agreement: the share of the continuation where both find the same token likeliest.
-      hindsight: the divergence where every head keeps the tokens that the continuation attends to most.
-    """
-
-    scopes: tuple[str, ...]
-    budgets: Int[np.ndarray, "R"]
-    sizes: Float[np.ndarray, "Z"]
-    length: int
-    divergence: Float[np.ndarray, "2 R Z B"]
-    agreement: Float[np.ndarray, "2 R Z B"]
-    hindsight: Float[np.ndarray, "R B"]
-
-
 def scope_size(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[np.ndarray, "B T"],
+    prompts: Prompts,
     *,
     shares: tuple[float, ...] = (0.5, 0.2),
     sizes: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9),
     continuation: int = 64,
-) -> ScopeSize:
+) -> Arrays:
     """What the eviction scope protects, and how much: a local window or the largest deviations (RoCo, Fig. 4).
 
     The prompt is read with the full cache and evicted once by mean attention (MAS). The scope protects either the last
@@ -305,18 +245,27 @@ def scope_size(
     every head in hindsight.
 
     Args:
-      model, params: the model.
-      tokens: prompts of one length.
+      prompts: the model and its prompts.
       shares: budgets as shares of the prompt.
       sizes: protected tokens as shares of the budget.
       continuation: tokens that predictions are compared on.
 
+    Returns:
+      scopes: "local window" and "standard deviation".
+      budgets: "R", live tokens a kv head.
+      sizes: "Z", protected tokens as shares of the budget.
+      length: tokens of the prompt.
+      divergence: "2 R Z B", KL divergence of the next-token distribution from the full cache's, in nats, the mean over
+        the continuation.
+      agreement: "2 R Z B", the share of the continuation where both find the same token likeliest.
+      hindsight: "R B", the divergence where every head keeps the tokens that the continuation attends to most.
+
     Raises:
       ValueError: prompts that the continuation leaves nothing of.
     """
-    n = tokens.shape[1] - continuation
+    (model, params, tokens), n = prompts, prompts.length - continuation
     if n < 2:
-        raise ValueError(f"{tokens.shape[1]} tokens less a continuation of {continuation} leave {n} to evict; use more")
+        raise ValueError(f"{prompts.length} tokens less a continuation of {continuation} leave {n} to evict; use more")
     budgets = budgets_of(shares, n, most=n)
     grid = [(kind, b, int(size * b + 1e-9)) for kind in (False, True) for b in budgets.tolist() for size in sizes]
     policies = [scoped(b, size, by_deviation=kind) for kind, b, size in grid]
@@ -326,9 +275,16 @@ def scope_size(
     rank = analysis.hindsight_rank(reading.mass(live.shape[2]), live)
     kept += [(live & (rank < b)).swapaxes(0, 1) for b in budgets.tolist()]
     found = [np.asarray(x, np.float64) for x in _moved(model, params, reading, jnp.stack(kept))]
-    shape, scopes = (2, len(budgets), len(sizes), len(tokens)), ("local window", "standard deviation")
-    divergence, agreement = (x[: len(grid)].reshape(shape) for x in found)
-    return ScopeSize(scopes, budgets, np.array(sizes), n, divergence, agreement, found[0][len(grid) :])
+    divergence, agreement = (x[: len(grid)].reshape(2, len(budgets), len(sizes), -1) for x in found)
+    return Arrays(
+        scopes=("local window", "standard deviation"),
+        budgets=budgets,
+        sizes=np.array(sizes),
+        length=n,
+        divergence=divergence,
+        agreement=agreement,
+        hindsight=found[0][len(grid) :],
+    )
 
 
 def scoped(budget: int, size: int, *, by_deviation: bool) -> Evict:
@@ -351,7 +307,7 @@ def _moved(
     return lax.map(compare, kept)
 
 
-def plot_scope_size(d: ScopeSize) -> Figure:
+def plot_scope_size(d: Arrays) -> Figure:
     """What a scope changes against none at all, prompt by prompt; a panel for every budget."""
     figure, (row,) = canvas(len(d.budgets), width=5.0)
     mean, half = interval(d.divergence - d.divergence[:, :, :1])
@@ -375,7 +331,7 @@ def plot_scope_size(d: ScopeSize) -> Figure:
     return message(figure, text, "RoCo, Fig. 4; 95 % intervals over prompts, paired")
 
 
-def _verdict(d: ScopeSize, r: int) -> str:
+def _verdict(d: Arrays, r: int) -> str:
     """Which scope is better at its best size, where a paired interval tells."""
     window, deviation = (d.divergence[i, r, d.divergence[i, r].mean(-1).argmin()] for i in (0, 1))
     more, half = (float(x[0]) for x in interval((deviation - window)[None]))

@@ -1,60 +1,43 @@
 """How few tokens attention is about: NaCl (Fig. 2d, 6; arXiv 2408.03675), Keyformer (3, 11, 14; arXiv 2403.09054)."""
 
-import dataclasses
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.attention import Layer, by_layer, capture, fold_rows
-from kvjax.experiments.papers.base import by_slice, canvas, draw_layers, message, percent, shown_layers, smooth, style
+from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows, held_by_best, layers_of, matrix
+from kvjax.experiments.papers.base import Arrays, Prompts, by_slice, canvas, draw_layers, message, percent, smooth
 from kvjax.plot import COLOURS
+from kvjax.plot.style import style
 
 NOTHING = 0.001  # attention that heat maps leave white
 
 # --- NaCl, Figure 6; Keyformer, Figure 11 ---
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionSparsity:
-    """The share of the keys a row sees to which it gives next to nothing; the mean over query heads and prompts.
-
-    Attributes:
-      thresholds: attention probabilities.
-      sparsity: the share of keys below each threshold, by the tokens that a row sees (1, 2, ...).
-      of_maximum: shares of a row's largest probability.
-      relative: the share of keys at or below such a share, the mean over the rows of the second half.
-    """
-
-    thresholds: Float[np.ndarray, "M"]
-    sparsity: Float[np.ndarray, "L M T"]
-    of_maximum: Float[np.ndarray, "R"]
-    relative: Float[np.ndarray, "L R"]
-
-
 def attention_sparsity(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[np.ndarray, "B T"],
+    prompts: Prompts,
     *,
     thresholds: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2),
     of_maximum: tuple[float, ...] = (0.0, 0.001, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05),
-) -> AttentionSparsity:
+) -> Arrays:
     """The share of keys that rows hardly attend to, by threshold and length (NaCl, Fig. 6; Keyformer, Fig. 11).
 
     NaCl divides by the width of the attention matrix; here causal zeros do not count, so that a share is one of the
     tokens that a row could attend to. Keyformer's thresholds are shares of the row's maximum; at 0 only what has
-    vanished in float32 counts.
+    vanished in float32 counts. Shares are means over query heads and prompts.
+
+    Returns:
+      thresholds: "M", attention probabilities.
+      sparsity: "L M T", the share of keys below each threshold, by the tokens that a row sees (1, 2, ...).
+      of_maximum: "R", shares of a row's largest probability.
+      relative: "L R", the share of keys at or below such a share, the mean over the rows of the second half.
     """
-    given = jnp.asarray(thresholds), jnp.asarray(of_maximum)
-    below, relative = by_layer(model, params, tokens, _sparsity, *given)
-    second_half = relative[:, tokens.shape[1] // 2 :].mean(1)
-    return AttentionSparsity(np.array(thresholds), below.transpose(0, 2, 1), np.array(of_maximum), second_half)
+    levels = {"thresholds": np.array(thresholds), "of_maximum": np.array(of_maximum)}
+    below, relative = by_layer(prompts, _sparsity, *map(jnp.asarray, levels.values()))
+    return Arrays(**levels, sparsity=below.transpose(0, 2, 1), relative=relative[:, prompts.length // 2 :].mean(1))
 
 
 @jax.jit
@@ -80,7 +63,7 @@ def _sparsity(
     return fold_rows(layer, visit, None)[1]
 
 
-def plot_attention_sparsity(d: AttentionSparsity) -> Figure:
+def plot_attention_sparsity(d: Arrays) -> Figure:
     """Sparsity against length, a line a threshold; and against the threshold, a line a layer."""
     figure, ((left, right),) = canvas(2, width=5.6)
     seen = np.arange(1, d.sparsity.shape[-1] + 1)
@@ -113,39 +96,25 @@ def plot_attention_sparsity(d: AttentionSparsity) -> Figure:
 # --- NaCl, Figure 2d ---
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionByLength:
-    """Attention that the newest row gives, in texts of several lengths; means over layers and query heads.
-
-    Attributes:
-      lengths: tokens of a text, the row's own among them.
-      attention: what a token of every slice of the text gets.
-      spread: exp of the row's entropy: over how many tokens equal attention would be spread.
-    """
-
-    lengths: Int[np.ndarray, "M"]
-    attention: Float[np.ndarray, "M X B"]
-    spread: Float[np.ndarray, "M B"]
-
-
-def attention_by_length(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, lengths: int = 4, slices: int = 16
-) -> AttentionByLength:
+def attention_by_length(prompts: Prompts, *, lengths: int = 4, slices: int = 16) -> Arrays:
     """Attention by token index in texts of several lengths, each half of the next (NaCl, Fig. 2d).
 
-    The paper's claim: the distribution gets flatter with the text's length.
+    The paper's claim: the distribution gets flatter with the text's length. Means over layers and query heads.
+
+    Returns:
+      lengths: "M", tokens of a text, the newest row's own among them.
+      attention: "M X B", what a token of every slice of the text gets from that row.
+      spread: "M B", exp of the row's entropy: over how many tokens equal attention would be spread.
     """
-    seen = tokens.shape[1] // 2 ** np.arange(lengths)[::-1]
-    at = jnp.asarray(seen - 1)
-    newest = lambda layer: fold_rows(layer, lambda c, p, _: (c, jnp.moveaxis(p, 2, 0)), None, rows=at)[1]
-    p = by_layer(model, params, tokens, newest)  # "L M B N T"
-    rows = [p[:, i, ..., :n] for i, n in enumerate(seen.tolist())]
+    seen = prompts.length // 2 ** np.arange(lengths)[::-1]
+    p = by_layer(prompts, matrix, jnp.asarray(seen - 1))
+    rows = [p[:, :, :, i, :n] for i, n in enumerate(seen.tolist())]
     attention = [by_slice(x, slices).mean((0, 2)).T for x in rows]
     spread = [np.prod(x**-x, axis=-1).mean((0, 2)) for x in rows]
-    return AttentionByLength(seen, np.stack(attention), np.stack(spread))
+    return Arrays(lengths=seen, attention=np.stack(attention), spread=np.stack(spread))
 
 
-def plot_attention_by_length(d: AttentionByLength) -> Figure:
+def plot_attention_by_length(d: Arrays) -> Figure:
     """Attention against the token index, a line a length."""
     figure, ((axes,),) = canvas(width=7.0, height=4.4)
     spread, slices = d.spread.mean(-1), d.attention.shape[1]
@@ -162,59 +131,36 @@ def plot_attention_by_length(d: AttentionByLength) -> Figure:
 # --- Keyformer, Figure 3b ---
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionMass:
-    """How much attention the most attended tokens hold together.
-
-    Attributes:
-      shares: shares of the tokens.
-      by_row: attention held where every row has its own most attended tokens; the mean over heads and prompts.
-      by_set: attention held by one set for all rows, the tokens with the largest sums: the most that a cache chosen
-        once can hold.
-    """
-
-    shares: Float[np.ndarray, "X"]
-    by_row: Float[np.ndarray, "L X"]
-    by_set: Float[np.ndarray, "L X"]
-
-
-def attention_mass(
-    model: Any, params: PyTree[Any], tokens: Int[np.ndarray, "B T"], *, num_rows: int = 64
-) -> AttentionMass:
+def attention_mass(prompts: Prompts, *, num_rows: int = 64) -> Arrays:
     """Cumulative attention mass against the share of tokens that hold it (Keyformer, Fig. 3b).
 
     Of `num_rows` rows, evenly spaced over the second half, over the tokens of the first half, which all of them see:
     attention is renormalised over these, as if the rest were a recent window that stays.
 
+    Returns:
+      shares: "X", shares of the tokens.
+      by_row: "L X", attention held where every row has its own most attended tokens; the mean over heads and prompts.
+      by_set: "L X", attention held by one set for all rows, the tokens with the largest sums: the most that a cache
+        chosen once can hold.
+
     Raises:
       ValueError: fewer rows in the second half than asked for.
     """
-    T = tokens.shape[1]
+    T = prompts.length
     if num_rows > T - T // 2:
         raise ValueError(f"the second half of {T} tokens has {T - T // 2} rows, not {num_rows}; lower num_rows")
     rows = jnp.asarray(np.linspace(T // 2, T - 1, num_rows).round().astype(np.int32))
-    by_row, by_set = by_layer(model, params, tokens, _mass, rows)
-    start = np.zeros((len(by_row), 1))
-    shares = np.arange(T // 2 + 1) / (T // 2)
-    return AttentionMass(shares, np.concatenate([start, by_row], 1), np.concatenate([start, by_set], 1))
+
+    def held(layer: Layer) -> tuple[Float[Array, "X"], Float[Array, "X"]]:
+        p = matrix(layer, rows)[..., : T // 2]
+        renormalised = p / jnp.maximum(p.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        return held_by_best(p).mean((0, 1, 2)), held_by_best(renormalised.sum(2)).mean((0, 1))
+
+    by_row, by_set = (np.pad(x, ((0, 0), (1, 0))) for x in by_layer(prompts, held))
+    return Arrays(shares=np.arange(T // 2 + 1) / (T // 2), by_row=by_row, by_set=by_set)
 
 
-@jax.jit
-def _mass(layer: Layer, rows: Int[Array, "M"]) -> tuple[Float[Array, "X"], Float[Array, "X"]]:
-    B, N, T, _ = layer.q.shape
-    old = T // 2
-
-    def visit(total, p, rows):
-        p = p[..., :old]
-        p = p / jnp.maximum(p.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-        return total + p.sum(2), jnp.cumsum(-jnp.sort(-p, axis=-1), axis=-1).mean((0, 1))
-
-    total, by_row = fold_rows(layer, visit, jnp.zeros((B, N, old)), rows=rows)
-    by_set = jnp.cumsum(-jnp.sort(-total, axis=-1), axis=-1).mean((0, 1)) / rows.size
-    return by_row.mean(0), by_set
-
-
-def plot_attention_mass(d: AttentionMass) -> Figure:
+def plot_attention_mass(d: Arrays) -> Figure:
     """Mass against tokens: solid for every row's own best, dashed for one set for all rows."""
     figure, ((axes,),) = canvas(width=7.0, height=4.4)
     draw_layers(axes, 100 * d.shares, 100 * d.by_row)
@@ -237,62 +183,43 @@ def plot_attention_mass(d: AttentionMass) -> Figure:
 # --- Keyformer, Figure 14 ---
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionHeatmaps:
-    """Attention matrices of one short prompt.
-
-    Attributes:
-      layers, heads: which are shown.
-      rows: positions of the rows.
-      p: attention probabilities.
-    """
-
-    layers: Int[np.ndarray, "L"]
-    heads: Int[np.ndarray, "N"]
-    rows: Int[np.ndarray, "R"]
-    p: Float[np.ndarray, "L N R T"]
-
-
-def attention_heatmaps(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Int[np.ndarray, "B T"],
-    *,
-    layers: int = 4,
-    heads: int = 4,
-    num_rows: int = 64,
-) -> AttentionHeatmaps:
+def attention_heatmaps(prompts: Prompts, *, layers: tuple[int, ...] = (), heads: int = 4, num_rows: int = 64) -> Arrays:
     """Attention of the last rows of one short prompt, by layer and head (Keyformer, Fig. 14).
 
-    Evenly spaced layers and query heads, the first and last among them, of the first prompt. The paper's rows are
-    generated tokens; these are the prompt's last `num_rows`. The only figure that holds a matrix.
+    Of the first prompt, in the layers given or in four, and in evenly spaced query heads, the first and last among
+    them. The paper's rows are generated tokens; these are the prompt's last `num_rows`. The only figure that holds a
+    matrix.
+
+    Returns:
+      layers, heads: which are shown.
+      rows: "R", positions of the rows.
+      p: "L N R T", attention probabilities.
+
+    Raises:
+      ValueError: layers that the model has not.
     """
-    T = tokens.shape[1]
+    T, c = prompts.length, prompts.model.config
+    spaced = lambda of, most: np.unique(np.linspace(0, of - 1, min(most, of)).round().astype(int))
+    of_layers, of_heads = (
+        layers_of(prompts, layers or spaced(c.num_layers, 4).tolist()),
+        spaced(c.num_query_heads, heads),
+    )
     rows = np.arange(max(T - num_rows, 0), T)
-    c = model.config
-    of_layers, of_heads = np.array(shown_layers(c.num_layers, layers)), np.array(shown_layers(c.num_query_heads, heads))
-    captured = capture(model, params, jnp.asarray(tokens[:1]))
-    p = [np.asarray(_matrix(captured[i], jnp.asarray(rows), tuple(of_heads.tolist()))) for i in of_layers]
-    return AttentionHeatmaps(of_layers, of_heads, rows, np.stack(p))
+    shown = lambda layer: matrix(layer, jnp.asarray(rows))[0, of_heads]
+    p = by_layer(prompts._replace(tokens=prompts.tokens[:1]), shown)[[*of_layers]]
+    return Arrays(layers=np.array(of_layers), heads=of_heads, rows=rows, p=p.astype(np.float32))
 
 
-@functools.partial(jax.jit, static_argnames="heads")
-def _matrix(layer: Layer, rows: Int[Array, "R"], heads: tuple[int, ...]) -> Float[Array, "N R T"]:
-    visit = lambda carry, p, rows: (carry, p[0, jnp.asarray(heads)].swapaxes(0, 1))
-    return fold_rows(layer, visit, None, rows=rows)[1].swapaxes(0, 1)
-
-
-def plot_attention_heatmaps(d: AttentionHeatmaps) -> Figure:
+def plot_attention_heatmaps(d: Arrays) -> Figure:
     """A panel for every layer and head; white is next to nothing."""
     L, N, R, T = d.p.shape
     figure, grid = canvas(N, L, width=3.0, height=0.5 + 2.6 * R / T, sharex=True, sharey=True)
-    image = None
     for i, j in np.ndindex(L, N):
         axes = grid[i, j]
         axes.grid(False)
         shown = np.ma.masked_less(d.p[i, j], NOTHING)
         extent = (-0.5, T - 0.5, d.rows[-1] + 0.5, d.rows[0] - 0.5)
-        image = axes.imshow(
+        axes.imshow(
             shown, norm=LogNorm(NOTHING, 1.0), cmap="viridis_r", aspect="auto", extent=extent, interpolation="nearest"
         )
         axes.set_title(f"layer {d.layers[i]}, head {d.heads[j]}", fontsize="small")
@@ -300,8 +227,8 @@ def plot_attention_heatmaps(d: AttentionHeatmaps) -> Figure:
         axes.set_xlabel("key, position")
     for axes in grid[:, 0]:
         axes.set_ylabel("row, position")
-    if image is not None:
-        figure.colorbar(image, ax=grid.ravel().tolist(), label=f"attention (white: less than {NOTHING})", pad=0.01)
+    label = f"attention (white: less than {NOTHING})"
+    figure.colorbar(grid[0, 0].images[0], ax=grid.ravel().tolist(), label=label, pad=0.01)
     seen = np.arange(T)[None] <= d.rows[:, None]
     blank = (d.p < NOTHING)[..., seen].mean(-1)
     text = f"Heads differ: {percent(blank.min())} to {percent(blank.max())} of what they see gets less than {NOTHING}"
