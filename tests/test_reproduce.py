@@ -10,7 +10,7 @@ import pytest
 from kvjax import methods, models
 from kvjax.experiments import reproduce
 from kvjax.experiments.core.engine import Engine
-from kvjax.experiments.papers import job, ledger, numbers, prompts, reduced, rows, tables
+from kvjax.experiments.papers import job, ledger, numbers, reduced, rows, tables
 from kvjax.experiments.papers.picture import named, picture
 from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.tables import ENTRIES
@@ -247,7 +247,7 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["ada-kv/table7"], "ada-kv has no entry 'table7'; there are table1"),
+        (["ada-kv/table7"], "no entry of ada-kv 'table7'"),
         (["ada-kv/table1", "--methods", "h3o"], "has no method 'h3o'; there are full, h2o"),
         (["ada-kv/table1", "--stands-for", "gpt-j-6b"], "has no model 'gpt-j-6b'; there are mistral"),
         (["ada-kv/table1", "--data", "nowhere"], "--data nowhere does not exist"),
@@ -256,26 +256,19 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/table3"], "nothing to run"),
         (["ahakv/figure5", "--data", __file__, "--seed", "0", "1"], "one text for all 2 seeds; ask for more prompts"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
+        (["nacl/table2", "--examples", "0"], "examples=0 must be at least 1"),
+        (["nacl/table2", "--seed", "1", "2", "1"], "seed has 1 twice; give each once"),
+        (["nacl/table2", "--budget", "64", "0"], "--budget 0 must be at least 1 token"),
+        (
+            ["nacl/table2", "--budget", "1.5"],
+            "--budget 1.5 must be at least 1 token, or a share above 0 and at most 1.0",
+        ),
     ],
 )
-def test_what_cannot_be_run_is_said_in_a_line(run, argv, message):
-    with pytest.raises(SystemExit, match=message):
+def test_what_cannot_be_run_is_said_in_a_line(run, argv, message, capsys):
+    with pytest.raises(SystemExit) as e:
         run(*argv)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"examples": 0}, "examples=0 must be at least 1"),
-        ({"seed": -1}, "seed=-1 must be at least 0"),
-        ({"seed": (1, 2, 1)}, "seed has 1 twice; give each once"),
-        ({"budget": (64, 0)}, "--budget 0 must be at least 1 token"),
-        ({"budget": (1.5,)}, "--budget 1.5 must be at least 1 token, or a share above 0 and at most 1.0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Options("nacl/table2", **options)
+    assert message in " ".join(f"{e.value} {capsys.readouterr().err}".replace("│", " ").split())
 
 
 def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path, every_metric):
@@ -499,14 +492,6 @@ def test_how_often_paragraphs_are_named():
     truth, found = named(chosen, lines, right)
     assert truth.tolist() == [1, 0, 2, 1]
     assert found["H2O at 1000"].tolist() == [1, 0, 1, 0]
-
-
-def test_needles_stand_at_every_depth_of_every_length(embedded):
-    found = rows.needles(rows.Source("needle", None), None, prompts.task_of(embedded[2], 400, 0))
-    metas = [dict(example.meta) for example in found]
-    assert len({(m["depth"], m["length"]) for m in metas}) == len(found) == 32
-    for example, meta in zip(found, metas, strict=True):
-        assert meta["needle_at"] / len(example.context) == pytest.approx(meta["depth"], abs=0.15)
 
 
 def test_a_measured_figures_curve_has_ours_and_the_papers_numbers_at_every_budget(every_metric):

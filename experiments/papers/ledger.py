@@ -24,15 +24,13 @@ _NONE = {"settings": "nothing to run (settings)", "drawing": "nothing to run (an
 Ledger = dict[str, list[dict[str, Any]]]
 
 
-def read(folder: pathlib.Path | None = None) -> Ledger:
+def read() -> Ledger:
     """All runs by entry; none where there is no ledger."""
-    path = (folder or FOLDER) / "ledger.json"
+    path = FOLDER / "ledger.json"
     return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
-def record(
-    name: str, about: Mapping[str, Any], status: str, measured: str, reduced: Sequence[str], folder: Any = None
-) -> None:
+def record(name: str, about: Mapping[str, Any], status: str, measured: str, reduced: Sequence[str]) -> None:
     """Adds a run to the ledger, in place of one of the same model and status, and writes the table beside it.
 
     Args:
@@ -41,9 +39,8 @@ def record(
       status: one of those of `status`.
       measured: what was run.
       reduced: all reasons why it is not the paper's run.
-      folder: where the ledger is, if not here.
     """
-    folder, device = folder or FOLDER, about["device"]
+    device, ledger = about["device"], read()
     run = {
         "model": about["model"],
         "command": shlex.join(about["command"]),
@@ -55,11 +52,10 @@ def record(
         "measured": measured,
         "reduced": [*reduced],
     }
-    ledger = read(folder)
     same = lambda r: (r["model"], r["status"]) == (run["model"], run["status"])
     ledger[name] = [*(r for r in ledger.get(name, []) if not same(r)), run]
-    write_json(folder / "ledger.json", dict(sorted(ledger.items())))
-    write_bytes(folder / "README.md", markdown(ledger).encode())
+    write_json(FOLDER / "ledger.json", dict(sorted(ledger.items())))
+    write_bytes(FOLDER / "README.md", markdown(ledger).encode())
 
 
 def status(entry: Entry, ledger: Ledger) -> str:

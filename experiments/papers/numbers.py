@@ -19,11 +19,8 @@ from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classificat
 from kvjax.experiments.papers.tables import GEOMETRIC, MODELS, Column
 
 _PERCENT = 100.0
-_NO_INTERVAL = (None, None, None)
-_ABOUT_NUMBERS = (
-    "Intervals are of 95 % and over rows. The papers give none, so theirs counts as exact. Differences to the full "
-    "cache are of the same rows."
-)
+_Nothing = tuple[None, None, None]
+_NO_INTERVAL: _Nothing = (None, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +126,7 @@ def _columns(choice: Choice) -> list[tuple[Column, list[_Part]]]:
 
 def _ours(
     choice: Choice, method: str, budget: str, column: Column, parts: Sequence[_Part], cells: Mapping[Any, Any]
-) -> tuple[int, Sequence[float], Sequence[float | None]] | None:
+) -> tuple[int, Interval, Interval | _Nothing] | None:
     """Rows of a cell, its number, and that less the full cache's, both with intervals; its data sets weigh the same.
 
     None where a data set has no lines, or what the number is a ratio to was not run.
@@ -149,7 +146,7 @@ def _ours(
         return sum(map(len, values)), ours, _NO_INTERVAL
     if geometric := column.metric == GEOMETRIC:
         values, full = [_geometric(values)], [_geometric(full) if all(full) else {}]
-    percent = lambda ends: [_PERCENT * float(x) for x in ends]
+    percent = lambda ends: Interval(*(_PERCENT * float(x) for x in ends))
     context = lambda n, i: (n, cells[method, budget, parts[n][0]][i].get("context", i))
     rows = [(n, x, full[n].get(i), context(n, i)) for n, each in enumerate(values) for i, x in each.items()]
     tasks, scores, _, contexts = (list(x) for x in zip(*rows, strict=True))
@@ -248,6 +245,10 @@ def markdown(
             several.append(f"{column.title} is a mean of different metrics: {', '.join(mixed)}.")
     whole = "Sizes, data and methods are the paper's. That the weights are is not verified."
     part = "**Reduced: this shows that the machinery runs, and is no evidence about the paper.**"
+    every = (
+        "Intervals are of 95 % and over rows. The papers give none, so theirs counts as exact. Differences to the full "
+        "cache are of the same rows."
+    )
     blocks = [
         part if reduced else whole,
         items(reduced),
@@ -258,7 +259,7 @@ def markdown(
     ]
     for title, named in (("Missing", choice.missing), ("Could not be run", faults)):
         blocks += [f"{title}:", items(named)] if named else []
-    blocks += [*several, "## Ours (theirs)", _wide(choice, found), "## Every number", _ABOUT_NUMBERS, _long(found)]
+    blocks += [*several, "## Ours (theirs)", _wide(choice, found), "## Every number", every, _long(found)]
     blocks += ["## Responses", items(responses)] if responses else []
     return page.markdown(f"{entry.name}: {entry.shows}", *filter(None, blocks))
 

@@ -69,7 +69,7 @@ def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], lis
     Raises:
       ValueError: a path that does not exist.
     """
-    path = None if data in (None, PROJECT) else pathlib.Path(str(data)).expanduser()
+    path = None if data is None or data == PROJECT else pathlib.Path(data).expanduser()
     if path is not None and not path.exists():
         raise ValueError(f"--data {data} does not exist; give a directory, a file, or {PROJECT!r}")
     found, missing = [], []

@@ -8,13 +8,13 @@ its table does not have, and the budget "?" one that its text does not state.
 import contextlib
 import csv
 import dataclasses
-import difflib
 import math
 import pathlib
 import tomllib
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal, get_args
 
+from kvjax.configs.loading import unknown
 from kvjax.experiments.papers.methods import METHODS, Budget, Method
 from kvjax.models import ModelConfig
 from kvjax.models.presets import PLACE, PRESETS
@@ -345,13 +345,10 @@ def find(name: str) -> Entry:
     Raises:
       ValueError: an unknown name, with those of its paper, or with the papers there are.
     """
-    if name in ENTRIES:
-        return ENTRIES[name]
     paper, _, label = name.partition("/")
-    labels = [e.label for e in ENTRIES.values() if e.paper == paper]
-    if labels:
-        raise ValueError(f"{paper} has no entry {label!r}; there are {', '.join(labels)}")
-    papers = sorted({e.paper for e in ENTRIES.values()})
-    near = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.6)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"there is no entry {name!r}; the papers are {', '.join(papers)}, as in ada-kv/table2{meant}")
+    labels = {e.label: e for e in ENTRIES.values() if e.paper == paper}
+    if not labels:
+        raise unknown("paper", paper, dict.fromkeys(e.paper for e in ENTRIES.values()), "see --list")
+    if label not in labels:
+        raise unknown(f"entry of {paper}", label, labels, "see --list")
+    return labels[label]
