@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import pathlib
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,6 @@ import tyro
 from kvjax.experiments import figures
 from kvjax.experiments.core.command import plain_errors, write_figure, write_json
 from kvjax.experiments.core.compiled import read_cache_option
-from kvjax.experiments.core.page import plain
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.papers import ledger, numbers, reduced, rows, tables
@@ -82,9 +80,8 @@ def run(options: Options, command: Sequence[str]) -> None:
         job.run(records)
         lines, refused = numbers.scored(chosen, records.lines.values(), job.rows)
         found, faults = numbers.numbers(chosen, lines), [*job.faults, *refused]
-        text = numbers.markdown(chosen, found, job.reduced, faults, about)
-        if shown := [x for x in lines if rows.data_of(x["task"]).question]:
-            text += "\n".join(["\n## Responses\n", *(f"- {chosen.called(x)}: {plain(x['output'])}" for x in shown), ""])
+        shown = [f"{chosen.called(x)}: {x['output']}" for x in lines if rows.data_of(x["task"]).question]
+        text = numbers.markdown(chosen, found, job.reduced, faults, about, shown)
         write_json(directory / "report.json", {**numbers.as_json(chosen, found, job.reduced, faults), **about})
         write_bytes(directory / "report.md", text.encode())
         if found and not entry.label.startswith("table"):
@@ -95,7 +92,8 @@ def run(options: Options, command: Sequence[str]) -> None:
     counts = ", ".join(f"{len(p) // len(options.seeds)} rows of {n}" for n, p in job.prompts.items())
     counts += f", each with {len(options.seeds)} seeds" if len(options.seeds) > 1 else ""
     measured = f"{len(job.engines)} methods and budgets on {counts}"
-    _record(entry, options, about, numbers.status(job.reduced), measured, job.reduced)
+    if options.record:
+        ledger.record(entry.name, about, numbers.status(job.reduced), measured, job.reduced)
     return None
 
 
@@ -108,7 +106,8 @@ def _drawn(entry: Entry, options: Options, directory: pathlib.Path, about: dict[
     for figure in _figures(entry, options, directory, text=text, budget=options.budget or entry.budgets):
         figures.run(figure, about["command"])
     reason = f"drawn on {options.model}, from {text or 'the project text'}; the paper's prompts are not given"
-    _record(entry, options, about, "machinery only", f"figures {', '.join(entry.figures)}", [reason])
+    if options.record:
+        ledger.record(entry.name, about, "machinery only", f"figures {', '.join(entry.figures)}", [reason])
 
 
 def _figures(entry: Entry, options: Options, directory: pathlib.Path, **more: Any) -> list[figures.Options]:
@@ -120,26 +119,6 @@ def _figures(entry: Entry, options: Options, directory: pathlib.Path, **more: An
         )
         for name in entry.figures
     ]  # fmt: skip
-
-
-def _record(
-    entry: Entry, options: Options, about: dict[str, Any], status: str, measured: str, reasons: Sequence[str]
-) -> None:
-    """Notes the run in the ledger, if that is asked for."""
-    device = about["device"]
-    note = {
-        "model": options.model,
-        "command": shlex.join(about["command"]),
-        "commit": about["git_commit"],
-        "dirty": about["git_dirty"],
-        "date": about["created"],
-        "device": f"{device['platform']}, {device['cpus']} cores" if device["platform"] == "cpu" else device["kind"],
-        "status": status,
-        "measured": measured,
-        "reduced": [*reasons],
-    }
-    if options.record:
-        ledger.record(entry.name, note)
 
 
 def _as_typed(command: Sequence[str]) -> list[str]:

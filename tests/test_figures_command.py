@@ -87,9 +87,9 @@ def test_help_lists_the_figures(capsys):
         (["loss_bound", "--no-such-option"], "Unrecognized"),
         (["loss_bound", "--output", "/proc/nothing"], "No such file or directory: '/proc/nothing'"),
         (["loss_bound", "--model", "./no_such_model"], "no_such_model"),
-        (["loss_bound", "--text", "latin.txt"], "latin.txt is no UTF-8 text"),
-        (["loss_bound", "--text", "short.txt", "--length", "1"], "length=1 leaves no token of short.txt behind BOS;"),
-        (["loss_bound", "--text", "short.txt", "--prompts", "9", "--length", "48"], "lower --prompts or --length"),
+        (["loss_bound", "--text", "latin.txt"], "latin.txt is no text in UTF-8"),
+        (["loss_bound", "--text", "short.txt", "--length", "1"], "length=1; raise the length to 3"),
+        (["loss_bound", "--text", "short.txt", "--prompts", "9", "--length", "48"], "or give more text"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):

@@ -211,10 +211,10 @@ def test_a_chat_begins_with_one_bos(harness, stories):
 
 def test_rows_that_are_none_are_named(harness, tmp_path):
     for rows, message in (
-        ("{", "trec.json holds no rows of JSON"),
+        ("{", "trec.json, row 1: no JSON"),
         ("[]", "trec.json has no rows"),
-        ('[{"origin_prompt": "a"}]', "trec.json, row 0: answers must be a list of at least one text, not None"),
-        ('[{"answers": ["a"], "context": "b"}]', "trec.json, row 0: input must be a text, not None"),
+        ('[{"origin_prompt": "a"}]', "trec.json, row 1: answers must be a list of at least one text, not None"),
+        ('[{"answers": ["a"], "context": "b"}]', "trec.json, row 1: input must be a text, not None"),
     ):
         (tmp_path / "trec.json").write_text(rows)
         with pytest.raises(ValueError, match=message):

@@ -151,6 +151,13 @@ def test_files_of_another_kind_are_named_with_the_fix(content, message, tmp_path
         read(str(file))
 
 
+def test_one_json_value_is_a_row_or_holds_them_in_a_list_or_by_name(tmp_path):
+    file = tmp_path / "mine.json"
+    for content, rows in ((GOOD, 1), ([GOOD, GOOD], 2), ({"a": GOOD, "b": GOOD}, 2)):
+        file.write_text(json.dumps(content, indent=1))
+        assert read(str(file)).objects == (GOOD,) * rows
+
+
 def test_a_list_among_rows_is_a_bad_row(tmp_path):
     """And the mark of UTF-8 at the front of a file is none of its first row."""
     file = tmp_path / "mine.jsonl"

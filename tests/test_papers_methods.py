@@ -6,7 +6,7 @@ import pytest
 import kvjax
 from kvjax.experiments.papers.attention import capture
 from kvjax.experiments.papers.base import Prompts
-from kvjax.experiments.papers.methods import METHODS, _largest_rows
+from kvjax.experiments.papers.methods import METHODS, largest_rows
 from tests.tensors import live_positions, token_ids
 from tests.test_figures import grouped, logits, matrix
 
@@ -49,7 +49,7 @@ def test_ahakvs_limitation_sums_the_largest_rows_of_every_token(tiny):
     """SG-softmax, the 6 largest probabilities of each column times pooled value norms, and the last 6 tokens."""
     model, params = tiny
     tokens, seen = np.asarray(token_ids(2, 24, seed=3)), np.arange(1, 25)
-    _, state = kvjax.prefill(model, params, tokens, policy=_largest_rows(12, recent=6), max_new_tokens=0)
+    _, state = kvjax.prefill(model, params, tokens, policy=largest_rows(12, recent=6), max_new_tokens=0)
     gain = np.where(seen > 12, np.sqrt(2 * np.log(np.maximum(seen / 12, 1))), 1)
     for layer, held in zip(capture(Prompts(model, params, tokens)), state.layers, strict=True):
         largest = np.sort(grouped(matrix(layer, gain)), axis=2)[:, :, -6:].sum(2)

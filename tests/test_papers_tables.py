@@ -9,6 +9,7 @@ import pytest
 
 from kvjax import models
 from kvjax.experiments.papers import FIGURES, ledger, tables
+from kvjax.experiments.papers.methods import read_methods
 from kvjax.experiments.papers.tables import ENTRIES, MEAN, MODELS
 from tests.conftest import SHARED_DATA
 
@@ -121,8 +122,8 @@ def test_every_method_makes_a_policy_at_every_budget_of_its_entry():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ada-kv/table9", "ada-kv has no entry 'table9'; there are table1, table2"),
-        ("adakv/table1", "there is no entry .*papers are ada-kv, ahakv, keyformer, nacl, roco.*did you mean ada-kv/"),
+        ("ada-kv/table9", r"no entry of ada-kv 'table9' \(did you mean table\d\?\); there are table1, table2"),
+        ("adakv/table1", r"no paper 'adakv' \(did you mean ada-kv\?\); there are ada-kv, ahakv, keyformer, nacl, roco"),
     ],
 )
 def test_unknown_entries_are_named_with_those_that_exist(name, message):
@@ -148,19 +149,22 @@ def test_unknown_entries_are_named_with_those_that_exist(name, message):
             'settings = ["reading"]',
             "roco.table2: there is no setting 're",
         ),
-        ("entries.toml", 'models = ["llama-2-7b-chat"', 'models = ["llama"', "nacl.figure5: there is no model 'llama'"),
-        ("entries.toml", 'columns = ["perplexity"]', "", "roco.figure5 has columns, but no grid"),
-        ("entries.toml", "[settings]", "[settings", "entries.toml: .*line 6"),
+        ("tables/nacl-figure5.csv", "llama-2-7b-chat,full", "llama,full", "line 2: there is no model 'llama'"),
+        ("entries.toml", 'columns = ["perplexity"]', "", "roco-figure5.csv is the table of no entry .*without columns"),
+        ("entries.toml", '"drawing"', '"drawing"\ncolumns = ["needle"]', "ada-kv.figure1: .*No such file.*figure1.csv"),
+        ("entries.toml", "[settings]", "[settings", "entries.toml: .*line 5"),
+        ("methods.toml", '"streaming_llm", ', '"streaming", ', "ada-kv.streaming_llm: .*no attribute 'streaming'"),
+        ("methods.toml", "title = ", "name = ", "ada-kv.full: .*unexpected keyword argument 'name'"),
     ],
 )
 def test_what_is_wrong_in_a_data_file_is_said_with_its_place(tmp_path, file, right, wrong, message):
     shutil.copytree(tables.FOLDER / "tables", tmp_path / "tables")
-    for name in ("catalogue.toml", "entries.toml"):
+    for name in ("catalogue.toml", "entries.toml", "methods.toml"):
         shutil.copy(tables.FOLDER / name, tmp_path)
     path = tmp_path / file
     path.write_text(path.read_text().replace(right, wrong, 1))
     with pytest.raises(ValueError, match=message):
-        [read(tmp_path) for read in (tables.read_catalogue, tables.read_entries)]
+        [read(tmp_path) for read in (read_methods, tables.read_catalogue, tables.read_entries)]
 
 
 def test_a_table_of_no_entry_is_named(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from kvjax import methods, models
 from kvjax.experiments import reproduce
 from kvjax.experiments.core.engine import Engine
-from kvjax.experiments.papers import job, ledger, numbers, prompts, reduced, rows, tables
+from kvjax.experiments.papers import job, ledger, numbers, reduced, rows, tables
 from kvjax.experiments.papers.picture import named, picture
 from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.tables import ENTRIES
@@ -45,17 +45,27 @@ class MadeUp(Engine):
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Runs the script with a made-up engine; returns the report as JSON and as text."""
-    monkeypatch.setattr(job, "Engine", MadeUp)
-    monkeypatch.setattr(job, "Reader", MadeUp)
-    monkeypatch.setattr(ledger, "FOLDER", tmp_path)
+def real(monkeypatch, tmp_path):
+    """Runs the script; returns its folder."""
 
     def call(*argv, out="out"):
         full = [*argv, "--model", one_layer(), "--output", str(tmp_path / out)]
         monkeypatch.setattr("sys.argv", ["reproduce.py", *full])
         reproduce.main(full)
-        folder = tmp_path / out
+        return tmp_path / out
+
+    return call
+
+
+@pytest.fixture
+def run(real, monkeypatch, tmp_path):
+    """Runs the script with a made-up engine; returns the report as JSON and as text."""
+    for engine in ("Engine", "Reader"):
+        monkeypatch.setattr(job, engine, MadeUp)
+    monkeypatch.setattr(ledger, "FOLDER", tmp_path)
+
+    def call(*argv, out="out"):
+        folder = real(*argv, out=out)
         return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
 
     return call
@@ -208,22 +218,14 @@ def test_the_geometric_mean_of_scores_has_an_interval():
     jackknife = {i: 3 * mean(range(3)) - 2 * mean([j for j in range(3) if j != i]) for i in range(3)}
     assert parts == pytest.approx(jackknife, abs=0.08)
     assert np.mean([*numbers._geometric([{0: 0.1, 1: 0.3}, {0: 0.3}]).values()]) == pytest.approx((0.2 * 0.3) ** 0.5)
-    rare = [{i: float(i == 0) for i in range(20)}] * 2
-    found = numbers._geometric_number("roco", 0.5, "mean", rare, [dict.fromkeys(range(20), 0.1)] * 2, None)
-    assert found.ours == pytest.approx(5.0)
-    assert found.low < 5.0 < found.high
-    assert found.over_full == pytest.approx(-5.0)
-
-
-def test_a_column_is_the_geometric_mean_of_others(run, tmp_path):
-    pytest.importorskip("rouge_score")
-    options = ("--data", "project", "--examples", "4", "--length", "128", "--new-tokens", "6")
-    found, _ = run("roco/figure4", *options, "--methods", "window-0.5", "deviation-0.5")
-    own = {n["column"]: n for n in found["numbers"] if n["method"] == "window-0.5"}
-    parts = [n["ours"] for title, n in own.items() if title != "geometric mean"]
-    if len(parts) == 4:  # METEOR needs data of its own
-        assert own["geometric mean"]["ours"] == pytest.approx(np.prod(parts) ** 0.25)
-    assert (tmp_path / "out/figure.png").is_file()
+    lines = lambda scores: {i: {"scores": {"x": score}} for i, score in scores.items()}
+    cells = {("roco", "0.5", t): lines({i: float(i == 0) for i in range(20)}) for t in "ab"}
+    cells |= {("full", "1.0", t): lines(dict.fromkeys(range(20), 0.1)) for t in "ab"}
+    column = tables.Column("mean", tables.GEOMETRIC)
+    _, ours, over = numbers._ours(None, "roco", "0.5", column, [("a", "x"), ("b", "x")], cells)
+    assert ours[0] == pytest.approx(5.0)
+    assert ours[1] < 5.0 < ours[2]
+    assert over[0] == pytest.approx(-5.0)
 
 
 def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops_no_other(run, monkeypatch):
@@ -245,7 +247,7 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["ada-kv/table7"], "ada-kv has no entry 'table7'; there are table1"),
+        (["ada-kv/table7"], "no entry of ada-kv 'table7'"),
         (["ada-kv/table1", "--methods", "h3o"], "has no method 'h3o'; there are full, h2o"),
         (["ada-kv/table1", "--stands-for", "gpt-j-6b"], "has no model 'gpt-j-6b'; there are mistral"),
         (["ada-kv/table1", "--data", "nowhere"], "--data nowhere does not exist"),
@@ -254,26 +256,19 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/table3"], "nothing to run"),
         (["ahakv/figure5", "--data", __file__, "--seed", "0", "1"], "one text for all 2 seeds; ask for more prompts"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
+        (["nacl/table2", "--examples", "0"], "examples=0 must be at least 1"),
+        (["nacl/table2", "--seed", "1", "2", "1"], "seed has 1 twice; give each once"),
+        (["nacl/table2", "--budget", "64", "0"], "--budget 0 must be at least 1 token"),
+        (
+            ["nacl/table2", "--budget", "1.5"],
+            "--budget 1.5 must be at least 1 token, or a share above 0 and at most 1.0",
+        ),
     ],
 )
-def test_what_cannot_be_run_is_said_in_a_line(run, argv, message):
-    with pytest.raises(SystemExit, match=message):
+def test_what_cannot_be_run_is_said_in_a_line(run, argv, message, capsys):
+    with pytest.raises(SystemExit) as e:
         run(*argv)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"examples": 0}, "examples=0 must be at least 1"),
-        ({"seed": -1}, "seed=-1 must be at least 0"),
-        ({"seed": (1, 2, 1)}, "seed has 1 twice; give each once"),
-        ({"budget": (64, 0)}, "--budget 0 must be at least 1 token"),
-        ({"budget": (1.5,)}, "--budget 1.5 must be at least 1 token, or a share above 0 and at most 1.0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Options("nacl/table2", **options)
+    assert message in " ".join(f"{e.value} {capsys.readouterr().err}".replace("│", " ").split())
 
 
 def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path, every_metric):
@@ -307,37 +302,40 @@ def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metr
     assert "Average" not in {n.column for n in numbers.numbers(chosen, partial)}
 
 
+def rows_of(name, data):
+    (source,), _ = rows.sources((name,), str(data))
+    return rows.read(source, None, 0)
+
+
 def test_rows_that_are_none_are_named_and_the_rest_is_read(tmp_path):
     path = tmp_path / "qasper.jsonl"
     lines = ['{"context": "a b", "question": "c?", "answers": "d"}', "{not JSON", '{"question": ""}', "[1]"]
     path.write_text("\n".join([*lines, '{"context": "e", "answers": [3]}', '{"origin_prompt": "p", "gold": ["q"]}']))
-    found, faults = rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    found, faults = rows_of("qasper", tmp_path)
     assert [(r.prompt, r.answers) for r in found] == [("a b\nc?", ("d",)), ("p", ("q",))]
-    assert [f.split(":")[0] for f in faults] == [f"qasper.jsonl, line {i}" for i in (2, 3, 4, 5)]
+    assert [f.split(":")[0] for f in faults] == [f"qasper.jsonl, row {i}" for i in (2, 3, 4, 5)]
     (tmp_path / "hotpotqa.txt").write_text("one part\nof two lines\n\nanother")
-    texts, _ = rows.read(rows.sources(("hotpotqa",), str(tmp_path))[0][0], 1, 0)
-    assert [r.prompt for r in texts] == ["one part\nof two lines"]
+    texts, _ = rows_of("hotpotqa", tmp_path)
+    assert [r.prompt for r in texts] == ["one part\nof two lines", "another"]
     path.write_text("nothing")
     with pytest.raises(ValueError, match="has no row that can be read"):
-        rows.read(rows.sources(("qasper",), str(path))[0][0], None, 0)
+        rows_of("qasper", path)
 
 
 def test_rows_of_longbench_itself_get_the_prompts_that_lm_eval_has(tmp_path, monkeypatch):
-    folder = tmp_path / "lm_eval/tasks/longbench"
-    folder.mkdir(parents=True)
-    (folder / "qasper.yaml").write_text('doc_to_text: "Article: {{context}}\\nQuestion: {{question}}\\n\\nAnswer:"\n')
-    spec = types.SimpleNamespace(origin=str(tmp_path / "lm_eval/__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    task = tmp_path / "qasper.yaml"
+    task.write_text('doc_to_text: "Article: {{context}}\\nQuestion: {{question}}\\n\\nAnswer:"\n')
+    monkeypatch.setattr(rows, "available", lambda: {"qasper": task})
     rows._template.cache_clear()
     row = {"context": "a {{question}}", "input": "b?", "answers": ["c"], "all_classes": None}
     (tmp_path / "qasper.json").write_text(json.dumps([row, {**row, "context": 3}]))
-    found, faults = rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    found, faults = rows_of("qasper", tmp_path)
     assert [r.prompt for r in found] == ["Article: a {{question}}\nQuestion: b?\n\nAnswer:"]
-    assert "row 1: the text for {{context}} is 3" in faults[0]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "row 2: the text for {{context}} is 3" in faults[0]
+    monkeypatch.setattr(rows, "available", dict)
     rows._template.cache_clear()
-    with pytest.raises(ValueError, match=r"are lm-eval's; pip install 'kvjax\[eval\]'"):
-        rows.read(rows.sources(("qasper",), str(tmp_path))[0][0], None, 0)
+    with pytest.raises(ValueError, match="lm-eval has no prompt for qasper; give whole prompts as origin_prompt"):
+        rows_of("qasper", tmp_path)
     rows._template.cache_clear()
 
 
@@ -354,10 +352,10 @@ def test_rows_of_the_hub_are_read_as_they_are(tmp_path):
     }
     for name, (row, wanted) in given.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
-        found, faults = rows.read(rows.sources((name,), str(tmp_path))[0][0], None, 0)
+        found, faults = rows_of(name, tmp_path)
         assert ([(r.prompt, r.answers) for r in found], faults) == ([wanted], [])
     (tmp_path / "xsum.jsonl").write_text('{"document": " ", "summary": "s"}\n{"document": "d", "summary": "s"}')
-    found, faults = rows.read(rows.sources(("xsum",), str(tmp_path))[0][0], None, 0)
+    found, faults = rows_of("xsum", tmp_path)
     assert (len(found), len(faults)) == (1, 1)
 
 
@@ -393,7 +391,7 @@ def test_the_list_has_every_entry_and_the_ledgers_table_is_made_from_it():
 
 
 @pytest.mark.slow
-def test_tasks_of_lm_eval_that_the_extra_has_run_end_to_end(tmp_path, monkeypatch):
+def test_tasks_of_lm_eval_that_the_extra_has_run_end_to_end(real, tmp_path):
     """AhaKV's Figure 4, with one of its tasks; those that are not there stop nothing."""
     pytest.importorskip("lm_eval")
     rows_ = [{"q": f"the number {i} . the number", "choices": [f" {i}", " 9"], "label": 0} for i in range(8)]
@@ -405,12 +403,8 @@ def test_tasks_of_lm_eval_that_the_extra_has_run_end_to_end(tmp_path, monkeypatc
         "doc_to_target": "label", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
     }  # fmt: skip
     (tmp_path / "openbookqa.yaml").write_text(json.dumps(task))
-    monkeypatch.setattr("sys.argv", ["reproduce.py"])
-    argv = (
-        f"ahakv/figure4 --methods ahakv --budget 0.5 --examples 3 --length 64 --data {tmp_path} --output {tmp_path}/o"
-    )
-    reproduce.main([*argv.split(), "--model", one_layer()])
-    found = json.loads((tmp_path / "o/report.json").read_text())
+    argv = f"ahakv/figure4 --methods ahakv --budget 0.5 --examples 3 --length 64 --data {tmp_path}"
+    found = json.loads((real(*argv.split()) / "report.json").read_text())
     run = {(n["method"], n["column"], n["rows"]) for n in found["numbers"]}
     assert run == {("full", "OpenBook", 3), ("ahakv", "OpenBook", 3)}
     assert any("wic of lm-eval cannot be run under" in fault for fault in found["faults"])
@@ -424,86 +418,67 @@ def test_tasks_of_lm_eval_that_the_extra_has_run_end_to_end(tmp_path, monkeypatc
         *("keyformer/figure4", "ada-kv/figure6"),
     ],
 )
-def test_a_drawn_entry_ends_as_pictures(tmp_path, monkeypatch, name):
-    options = [name, "--examples", "1", "--length", "128", "--model", one_layer(), "--output", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["reproduce.py", *options])
-    reproduce.main([*options, "--seed", "0", "3"])  # a prompt of each
+def test_a_drawn_entry_ends_as_pictures(real, name):
+    folder = real(name, "--examples", "1", "--length", "128", "--seed", "0", "3")  # a prompt of each
     for figure in ENTRIES[name].figures:
-        config = json.loads((tmp_path / f"{figure}.json").read_text())["config"]
+        config = json.loads((folder / f"{figure}.json").read_text())["config"]
         assert (config["length"], config["count"], config["seed"]) == (128, 1, [0, 3])
-        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+        assert (folder / f"{figure}.png").stat().st_size > 10_000
 
 
+ROUGE = (
+    *(f"keyformer/{x}" for x in ("table3", "table4", "section-4", "appendix-a1")),
+    *(f"keyformer/figure{i}" for i in (3, 5, 7, 8, 12, 13, 16)),
+    *(f"roco/table{i}" for i in (2, 3, 4, 6, 7, 8, 9)),
+    *("roco/figure4", "nacl/figure5"),
+)
 GROWTH = {c.title for c in ENTRIES["keyformer/figure1"].columns}
+GIVEN = "--data project --budget 40 --methods"
 
 
 @pytest.mark.parametrize(
     ("argv", "columns"),
     [
-        pytest.param(["keyformer/figure1"], GROWTH, marks=pytest.mark.slow),
-        pytest.param(["nacl/appendix-a5"], {"Speed up"}, marks=pytest.mark.slow),
-        *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (
-                (
-                    ["ada-kv/figure4", "--data", "project", "--budget", "32", "--methods", "ada_pyramid"],
-                    {"average score"},
-                ),
-                (["keyformer/figure10"], {"4096 + 4096 (BS=1)"}),
-            )
-        ),
-        pytest.param(
-            ["nacl/table1", "--data", "project", "--methods", "nacl"],
-            {"log PPL 5-shot", "log PPL 25-shot"},
-            marks=pytest.mark.slow,
-        ),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+            *((f"{n} --data project --budget 0.5 --methods {ENTRIES[n].rows[-1].method}", None) for n in ROUGE),
+            ("keyformer/figure1", GROWTH),
+            ("nacl/appendix-a5", {"Speed up"}),
+            ("nacl/table1 --data project --methods nacl", {"log PPL 5-shot", "log PPL 25-shot"}),
+            ("roco/figure5 --data project --budget 0.3 --methods roco", {"perplexity"}),
+            ("ahakv/limitations --data project --budget 40", None),
+            ("ahakv/figure7 --data project --budget 40 0.2", None),
+            ("ahakv/figure8 --budget 40", None),
+            (f"ada-kv/figure4 {GIVEN} snapkv", {"average score"}),
+            (f"ada-kv/figure5 {GIVEN} snapkv", {"Ave. Score"}),
+        )),
+        pytest.param(f"ada-kv/figure4 {GIVEN} ada_pyramid", {"average score"}, marks=pytest.mark.exhaustive),
+        pytest.param("keyformer/figure10", {"4096 + 4096 (BS=1)"}, marks=pytest.mark.exhaustive),
     ],
-)
-def test_entries_of_three_papers_run_end_to_end_at_reduced_size(tmp_path, monkeypatch, argv, columns):
-    sizes = ["--examples", "2", "--length", "96", "--new-tokens", "4", "--batch-size", "2", "--model", one_layer()]
-    monkeypatch.setattr("sys.argv", ["reproduce.py", *argv, *sizes])
-    reproduce.main([*argv, *sizes, "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert {n["column"] for n in found["numbers"]} == columns
+)  # fmt: skip
+def test_entries_run_end_to_end_at_reduced_size(real, argv, columns):
+    name = argv.split()[0]
+    entry = ENTRIES[name]
+    if name in (*ROUGE, "ada-kv/figure5"):
+        pytest.importorskip("rouge" if name.startswith("ada") else "rouge_score", reason="needs the extra eval")
+    folder = real(*argv.split(), *"--examples 2 --length 96 --new-tokens 4 --batch-size 2".split())
+    found = json.loads((folder / "report.json").read_text())
+    assert columns is None or {n["column"] for n in found["numbers"]} == columns
+    assert {n["method"] for n in found["numbers"]} - {"full"} or columns == GROWTH
     assert all(np.isfinite(n["ours"]) for n in found["numbers"])
-    assert found["status"] == "machinery only"
-    assert not found["faults"]
+    assert (found["status"], found["faults"]) == ("machinery only", [])
+    assert (folder / "figure.png").is_file() == (not entry.label.startswith("table"))
+    assert all((folder / f"{figure}.png").is_file() for figure in entry.figures)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"keyformer/{x}" for x in ("table3", "table4", "section-4", "appendix-a1")),
-        *(f"keyformer/figure{i}" for i in (5, 7, 8, 12, 13, 16)),
-        *(f"roco/table{i}" for i in (2, 3, 4, 6, 7, 8, 9)),
-        *("nacl/figure5", "keyformer/figure3"),
-    ],
-)
-def test_entries_that_the_extra_scores_run_end_to_end(tmp_path, monkeypatch, name):
-    pytest.importorskip("rouge_score", reason="ROUGE needs the extra eval")
-    method = ENTRIES[name].rows[-1].method
-    monkeypatch.setattr("sys.argv", ["reproduce.py"])
-    sizes = "--examples 2 --length 128 --new-tokens 4 --batch-size 2 --budget 0.5 --data project"
-    reproduce.main([name, "--methods", method, *sizes.split(), "--model", one_layer(), "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "report.json").read_text())["numbers"]
-    assert {n["method"] for n in found} >= {method}
-    assert all(np.isfinite(n["ours"]) for n in found)
-    assert (tmp_path / "figure.png").is_file() == (not ENTRIES[name].label.startswith("table"))
-    assert all((tmp_path / f"{figure}.png").is_file() for figure in ENTRIES[name].figures)
-
-
-@pytest.mark.slow
-def test_a_question_that_a_paper_prints_needs_no_data_and_its_responses_are_shown(tmp_path, monkeypatch):
+def test_a_question_that_a_paper_prints_needs_no_data_and_its_responses_are_shown(real):
     """RoCo's Figure 6: shares are of the prompt and the tokens to come."""
-    monkeypatch.setattr("sys.argv", ["reproduce.py"])
-    argv = f"roco/figure6 --new-tokens 24 --budget 0.3 --batch-size 1 --model {one_layer()} --output {tmp_path}"
-    reproduce.main(argv.split())
-    lines = {x["method"]: x for x in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())}
+    folder = real(*"roco/figure6 --new-tokens 24 --budget 0.3 --batch-size 1".split())
+    lines = {x["method"]: x for x in map(json.loads, (folder / "samples.jsonl").read_text().splitlines())}
     tokens = lines["full"]["prompt_tokens"] + 24
     assert lines["full"]["most_live"] == lines["full"]["prompt_tokens"] + lines["full"]["tokens"]
     assert lines["roco"]["live"] == int(0.3 * tokens)
-    text = (tmp_path / "report.md").read_text()
+    text = (folder / "report.md").read_text()
     assert text.count("\n- RoCo") == 2
     assert lines["roco"]["output"].splitlines()[0] in text.split("## Responses")[1]
 
@@ -519,14 +494,6 @@ def test_how_often_paragraphs_are_named():
     assert found["H2O at 1000"].tolist() == [1, 0, 1, 0]
 
 
-def test_needles_stand_at_every_depth_of_every_length(embedded):
-    found = rows.needles(rows.Source("needle", None, False), None, prompts.task_of(embedded[2], 400, 0))
-    metas = [dict(example.meta) for example in found]
-    assert len({(m["depth"], m["length"]) for m in metas}) == len(found) == 32
-    for example, meta in zip(found, metas, strict=True):
-        assert meta["needle_at"] / len(example.context) == pytest.approx(meta["depth"], abs=0.15)
-
-
 def test_a_measured_figures_curve_has_ours_and_the_papers_numbers_at_every_budget(every_metric):
     entry, column = ENTRIES["ada-kv/figure5"], "Ave. Score"
     chosen = reduced.choose(entry, Options(entry.name, data="project", methods=("snapkv",)), SMALL)
@@ -540,37 +507,12 @@ def test_a_measured_figures_curve_has_ours_and_the_papers_numbers_at_every_budge
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "argv",
-    [
-        "roco/figure5 --data project --budget 0.3 --methods roco",
-        "ahakv/limitations --data project --budget 40",
-        "ahakv/figure7 --data project --budget 40 0.2",
-        "ahakv/figure8 --budget 40",
-        "ada-kv/figure4 --data project --budget 40 --methods snapkv",
-        "ada-kv/figure5 --data project --budget 40 --methods snapkv",
-    ],
-)
-def test_entries_that_are_measured_end_as_pictures(tmp_path, monkeypatch, argv):
-    if argv.startswith("ada-kv/figure5"):
-        pytest.importorskip("rouge", reason="LongBench's metrics need the extra eval")
-    sizes = f"--examples 4 --length 96 --new-tokens 4 --batch-size 2 --model {one_layer()} --output {tmp_path}"
-    monkeypatch.setattr("sys.argv", ["reproduce.py"])
-    reproduce.main([*argv.split(), *sizes.split()])
-    found = json.loads((tmp_path / "report.json").read_text())["numbers"]
-    assert {n["method"] for n in found} > {"full"}
-    assert all(np.isfinite(n["ours"]) for n in found)
-    assert (tmp_path / "figure.png").is_file()
-
-
-@pytest.mark.slow
-def test_a_drawn_entry_has_the_papers_layer_and_budget(tmp_path, monkeypatch):
-    sizes = ["--examples", "1", "--length", "192", "--model", one_layer(), "--output", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["reproduce.py"])
-    reproduce.main(["ada-kv/figure3", *sizes])
-    assert json.loads((tmp_path / "loss_bound.json").read_text())["config"]["budgets"] == [128]
+def test_a_drawn_entry_has_the_papers_layer_and_budget(real):
+    sizes = "--examples", "1", "--length", "192"
+    folder = real("ada-kv/figure3", *sizes)
+    assert json.loads((folder / "loss_bound.json").read_text())["config"]["budgets"] == [128]
     with pytest.raises(SystemExit, match=r"layers=\(8,\): the model has layers 0 to 0"):
-        reproduce.main(["ada-kv/figure2", *sizes])
-    reproduce.main(["ada-kv/figure2", *sizes, "--layers", "0"])
-    with np.load(tmp_path / "head_concentration.npz") as arrays:
+        real("ada-kv/figure2", *sizes)
+    real("ada-kv/figure2", *sizes, "--layers", "0")
+    with np.load(folder / "head_concentration.npz") as arrays:
         assert arrays["layers"].tolist() == [0]

@@ -13,11 +13,12 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.experiments.core.command import plain_errors, write_json
 from kvjax.experiments.harness import lm_eval_module
+from kvjax.experiments.tasks.rows import object_of, of_file
 from kvjax.models.written import write_bytes
 
 
@@ -31,33 +32,16 @@ def available() -> dict[str, pathlib.Path]:
     return {p.stem: p for p in sorted(folder.glob("[!_]*.yaml")) if not p.stem.endswith("_e")}
 
 
-def rows_of(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, and where each stands.
-
-    Raises:
-      ValueError: no JSON.
-    """
-    text = file.read_text(encoding="utf-8")
-    try:
-        if file.suffix == ".json":
-            found = json.loads(text)
-            found = found.items() if isinstance(found, dict) else enumerate(found)
-            yield from ((f"{file}, row {name}", row) for name, row in found)
-        else:
-            lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-            yield from ((f"{file}, line {i}", json.loads(line)) for i, line in lines)
-    except (json.JSONDecodeError, TypeError) as e:
-        raise ValueError(f"{file} holds no rows of JSON: {e}") from e
-
-
 def converted(where: str, row: Any) -> dict[str, Any]:
     """A row as lm-eval's task reads it: answers, classes, and either a whole prompt or what one is made of.
 
     Raises:
       ValueError: a field that is missing or of another type.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a {type(row).__name__}, not an object with fields")
+    try:
+        row = object_of(row)
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}") from e
     gold = row.get("gold", row)
     gold = gold if isinstance(gold, dict) else {"answers": gold}
     answers, classes = gold.get("answers"), gold.get("all_classes") or []
@@ -88,7 +72,7 @@ def write_tasks(data: pathlib.Path, output: pathlib.Path) -> list[str]:
     output.mkdir(parents=True, exist_ok=True)
     tasks = []
     for name in found:
-        rows = [converted(where, row) for where, row in rows_of(files[name])]
+        rows = [converted(f"{files[name]}, row {number}", row) for number, row in of_file(files[name])]
         if len({tuple(row) for row in rows}) != 1:
             raise ValueError(f"{files[name]} has {'rows of two kinds' if rows else 'no rows'}; give rows of one kind")
         lines = output / f"{name}.jsonl"

@@ -10,15 +10,17 @@ import numpy as np
 
 from kvjax.analysis import Interval
 from kvjax.configs.experiment import label
-from kvjax.experiments.core import metrics, stats
-from kvjax.experiments.core.page import plain
+from kvjax.experiments.core import metrics, page, stats
+from kvjax.experiments.core.page import Table, cell, plain
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.reduced import MEASURED, NO_SCORES, Choice
 from kvjax.experiments.papers.rows import CLASSIFICATION, PromptRow, classification, metric_of, scored_part, task_of
-from kvjax.experiments.papers.tables import GEOMETRIC, MODELS
+from kvjax.experiments.papers.tables import GEOMETRIC, MODELS, Column
 
 _PERCENT = 100.0
+_Nothing = tuple[None, None, None]
+_NO_INTERVAL: _Nothing = (None, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,94 +101,66 @@ def numbers(choice: Choice, lines: Iterable[Line]) -> list[Number]:
         if row.model == choice.model:  # a budget that the text does not state is whichever is run
             known = {c.title: v for c, v in zip(entry.columns, row.values, strict=True) if v is not None and v == v}
             printed |= {(m, b): known for m, b in choice.lines if m == row.method and row.budget in (None, b)}
-    geometric = {c.title for c in entry.columns if c.metric == GEOMETRIC}
-    shortest = next((c.data[0] for c in choice.columns if c.metric == "latency_growth"), "")
     found = []
     for method, budget in choice.lines:
-        for column, parts in _columns(choice).items():
-            theirs = printed.get((method, budget), {}).get(column)
-            number = _number(method, budget, column, parts, cells, theirs, column in geometric, shortest)
-            reference = printed.get(("full", 1.0), {}).get(column)
-            if number is not None and theirs is not None and reference is not None and method != "full":
-                number = dataclasses.replace(number, theirs_over_full=theirs - reference)
-            found += [] if number is None else [number]
+        for column, parts in _columns(choice):
+            if ours := _ours(choice, method, label(budget), column, parts, cells):
+                rows, interval, over = ours
+                theirs, full = (printed.get(x, {}).get(column.title) for x in ((method, budget), ("full", 1.0)))
+                theirs_over = None if method == "full" or theirs is None or full is None else theirs - full
+                found.append(Number(method, budget, column.title, rows, *interval, theirs, *over, theirs_over))
     return found
 
 
 _Part = tuple[str, str]  # a task, as lines name it, and the metric of its column there
 
 
-def _columns(choice: Choice) -> dict[str, list[_Part]]:
+def _columns(choice: Choice) -> list[tuple[Column, list[_Part]]]:
     """What every column is made of: those that are measured, and the means of those that are measured in full."""
-    parts = lambda c: [(task_of(d, c.shots), metric_of(d, c.metric)) for d in c.data]
-    measured = {c.title: c for c in choice.columns}
-    whole = {c.title for c in choice.entry.columns if c.title in measured and measured[c.title].data == c.data}
-    found = {title: parts(c) for title, c in measured.items()}
-    for column in choice.entry.columns:
-        if column.of and whole.issuperset(column.of):
-            found[column.title] = [part for title in column.of for part in parts(measured[title])]
-    return found
+    parts = {c.title: [(task_of(d, c.shots), metric_of(d, c.metric)) for d in c.data] for c in choice.columns}
+    of, entry = {c.title: c for c in choice.columns}, choice.entry
+    whole = {c.title for c in entry.columns if c.title in of and of[c.title].data == c.data}
+    means = [c for c in entry.columns if c.of and whole.issuperset(c.of)]
+    return [(c, parts[c.title]) for c in choice.columns] + [(c, [x for t in c.of for x in parts[t]]) for c in means]
 
 
-def _number(
-    method: str,
-    budget: Budget,
-    column: str,
-    parts: Sequence[_Part],
-    cells: Mapping[Any, dict[int, Line]],
-    theirs: Any,
-    geometric: bool = False,
-    shortest: str = "",
-) -> Number | None:
-    """A cell, whose data sets weigh the same; None where one has no lines, or what it is a ratio to was not run."""
-    scores = lambda m, b: [_values(cells[m, label(b), task], metric) for task, metric in parts]
-    values, full = scores(method, budget), scores("full", 1.0)
+def _ours(
+    choice: Choice, method: str, budget: str, column: Column, parts: Sequence[_Part], cells: Mapping[Any, Any]
+) -> tuple[int, Interval, Interval | _Nothing] | None:
+    """Rows of a cell, its number, and that less the full cache's, both with intervals; its data sets weigh the same.
+
+    None where a data set has no lines, or what the number is a ratio to was not run.
+    """
+    values, full = (
+        [_values(cells[*line, task], metric) for task, metric in parts] for line in ((method, budget), ("full", "1.0"))
+    )
     if not all(values):
         return None
-    own = [cells[method, label(budget), task] for task, _ in parts]
-    contexts = [{i: (n, line.get("context", i)) for i, line in each.items()} for n, each in enumerate(own)]
-    if geometric:
-        return _geometric_number(method, budget, column, values, full, theirs, contexts[0])
-    (task, metric), rows = parts[0], sum(map(len, values))
+    task, metric = parts[0]
     if metric in NO_SCORES:
-        other = ("block-1", task) if metric == "prefill_speedup" else (method, shortest)
-        others = [*cells[other[0], label(budget), other[1]].values()]
-        if metric == "prefill_speedup" and not others:
+        shortest = next((c.data[0] for c in choice.columns if c.metric == "latency_growth"), "")
+        other = ("block-1", budget, task) if metric == "prefill_speedup" else (method, budget, shortest)
+        if metric == "prefill_speedup" and not cells[other]:
             return None
-        ours = _measured(metric, [*values[0].values()], others)
-        return Number(method, budget, column, rows, *ours, theirs=theirs)
-    tasks = [i for i, each in enumerate(values) for _ in each]
-    clusters = [contexts[n][i] for n, each in enumerate(values) for i in each]
-    ours = stats.interval([x for each in values for x in each.values()], clusters, tasks=tasks)
-    made = Number(method, budget, column, rows, *(_PERCENT * float(x) for x in ours), theirs=theirs)
-    pair = lambda n, i, x: (n, x, full[n][i], contexts[n][i])
-    same = [pair(n, i, x) for n, each in enumerate(values) for i, x in each.items() if i in full[n]]
-    if method == "full" or {n for n, *_ in same} != set(tasks):
-        return made
-    tasks, mine, baseline, clusters = (list(x) for x in zip(*same, strict=True))
-    c = stats.compare(mine, baseline, clusters, tasks=tasks)
-    over, low, high = (_PERCENT * x for x in (c.difference, c.low, c.high))
-    return dataclasses.replace(made, over_full=over, over_full_low=low, over_full_high=high)
-
-
-def _geometric_number(
-    method: str,
-    budget: Budget,
-    column: str,
-    values: Sequence[Mapping[int, Any]],
-    full: Sequence[Mapping[int, Any]],
-    theirs: Any,
-    contexts: Mapping[int, Any] | None = None,
-) -> Number:
-    """A cell that is the geometric mean of others, with Student-t intervals of what rows add to it."""
-    own, baseline = _geometric(values), _geometric(full) if all(full) else {}
-    of = lambda x: None if contexts is None else [contexts[i] for i in x]
-    mean = lambda x: [_PERCENT * float(end) for end in stats.mean([*x.values()], of(x))]
-    made = Number(method, budget, column, len(own), *mean(own), theirs=theirs)
-    if method == "full" or not (same := {i: x - baseline[i] for i, x in own.items() if i in baseline}):
-        return made
-    over, low, high = mean(same)
-    return dataclasses.replace(made, over_full=over, over_full_low=low, over_full_high=high)
+        ours = _measured(metric, [*values[0].values()], [*cells[other].values()])
+        return sum(map(len, values)), ours, _NO_INTERVAL
+    if geometric := column.metric == GEOMETRIC:
+        values, full = [_geometric(values)], [_geometric(full) if all(full) else {}]
+    percent = lambda ends: Interval(*(_PERCENT * float(x) for x in ends))
+    context = lambda n, i: (n, cells[method, budget, parts[n][0]][i].get("context", i))
+    rows = [(n, x, full[n].get(i), context(n, i)) for n, each in enumerate(values) for i, x in each.items()]
+    tasks, scores, _, contexts = (list(x) for x in zip(*rows, strict=True))
+    ours = stats.mean(scores, contexts) if geometric else stats.interval(scores, contexts, tasks=tasks)
+    same = [row for row in rows if row[2] is not None]
+    if method == "full" or {n for n, *_ in same} != {*tasks}:
+        return len(rows), percent(ours), _NO_INTERVAL
+    tasks, scores, baseline, contexts = (list(x) for x in zip(*same, strict=True))
+    if geometric:
+        over = stats.mean(np.subtract(scores, baseline).tolist(), contexts)
+    else:
+        c = stats.compare(scores, baseline, contexts, tasks=tasks)
+        over = c.difference, c.low, c.high
+    return len(rows), percent(ours), percent(over)
 
 
 def _geometric(scores: Sequence[Mapping[int, float]]) -> dict[int, float]:
@@ -236,7 +210,14 @@ def _measured(metric: str, lines: Sequence[Line], others: Sequence[Line]) -> Int
 # --- the report ---
 
 
-def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], faults: Sequence[str], about: Any) -> str:
+def markdown(
+    choice: Choice,
+    found: Sequence[Number],
+    reduced: Sequence[str],
+    faults: Sequence[str],
+    about: Any,
+    responses: Sequence[str] = (),
+) -> str:
     """The report.
 
     Args:
@@ -245,88 +226,75 @@ def markdown(choice: Choice, found: Sequence[Number], reduced: Sequence[str], fa
       reduced: all reasons why it is not the paper's run.
       faults: rows and methods that could not be run.
       about: the environment (`environment`), with the model's source.
+      responses: outputs that are shown.
     """
-    entry = choice.entry
-    lines = [f"# {entry.name}: {entry.shows}", ""]
-    if reduced:
-        lines += ["**Reduced: this shows that the machinery runs, and is no evidence about the paper.**", ""]
-        lines += [f"- {reason}" for reason in reduced]
-    else:
-        lines.append("Sizes, data and methods are the paper's. That the weights are is not verified.")
+    entry, measured = choice.entry, {c.title for c in choice.columns}
+    items = lambda several: "\n".join(f"- {plain(item)}" for item in several)
     commit = f"{about['git_commit'] or 'no checkout'}{' with local changes' if about['git_dirty'] else ''}"
-    lines += [
-        "",
-        f"Model: `{about['model']}` in place of {MODELS[choice.model].title}. Commit: {commit}.",
-        f"Command: `{' '.join(about['command'])}`",
-        "",
-        *(f"- {what}: {value}" for what, value in entry.settings),
-    ]
+    settings = [*entry.settings]
     if len(seeds := about.get("seeds", ())) > 1:
-        pooled = "are pooled; a row that several read counts once in intervals"
-        lines.append(f"- seeds {', '.join(map(str, seeds))} {pooled}")
+        settings.append(
+            f"seeds {', '.join(map(str, seeds))} are pooled; a row that several read counts once in intervals"
+        )
     if entry.reference == "full cache":
-        lines.append("- outputs are compared with what the full cache generates from the same prompt")
-    if entry.notes:
-        lines += ["", entry.notes]
-    for title, items in (("Missing", choice.missing), ("Could not be run", faults)):
-        if items:
-            lines += ["", f"{title}:", "", *(f"- {plain(item)}" for item in items)]
-    for title, parts in _columns(choice).items():
+        settings.append("outputs are compared with what the full cache generates from the same prompt")
+    several = []
+    for column, parts in _columns(choice):
         mixed = sorted({metric for _, metric in parts})
-        if len(mixed) > 1 and any(n.column == title for n in found):
-            mean = f"{title} is a mean of different metrics: {', '.join(mixed)}."
-            lines += ["", mean] if title not in {c.title for c in choice.columns} else []
-    return "\n".join([*lines, "", *_wide(choice, found), "", *_long(found), ""])
+        if len(mixed) > 1 and column.title not in measured and any(n.column == column.title for n in found):
+            several.append(f"{column.title} is a mean of different metrics: {', '.join(mixed)}.")
+    whole = "Sizes, data and methods are the paper's. That the weights are is not verified."
+    part = "**Reduced: this shows that the machinery runs, and is no evidence about the paper.**"
+    every = (
+        "Intervals are of 95 % and over rows. The papers give none, so theirs counts as exact. Differences to the full "
+        "cache are of the same rows."
+    )
+    blocks = [
+        part if reduced else whole,
+        items(reduced),
+        f"Model: `{about['model']}` in place of {MODELS[choice.model].title}. Commit: {commit}.\n"
+        f"Command: `{' '.join(about['command'])}`",
+        items(settings),
+        entry.notes,
+    ]
+    for title, named in (("Missing", choice.missing), ("Could not be run", faults)):
+        blocks += [f"{title}:", items(named)] if named else []
+    blocks += [*several, "## Ours (theirs)", _wide(choice, found), "## Every number", every, _long(found)]
+    blocks += ["## Responses", items(responses)] if responses else []
+    return page.markdown(f"{entry.name}: {entry.shows}", *filter(None, blocks))
 
 
-def _wide(choice: Choice, found: Sequence[Number]) -> list[str]:
+def _wide(choice: Choice, found: Sequence[Number]) -> Table:
     """The table as the paper lays it out, with ours; theirs in brackets."""
     titles = [c.title for c in choice.entry.columns if any(n.column == c.title for n in found)]
-    cells = {(n.method, n.budget, n.column): n for n in found}
-    pair = lambda n: "-" if n is None else f"{shown(n.ours)} ({shown(n.theirs)})"
-    lines = ["## Ours (theirs)", "", f"| method | budget | {' | '.join(titles)} |", "|---|---|" + "---|" * len(titles)]
-    for method, budget in dict.fromkeys((n.method, n.budget) for n in found):
-        row = [pair(cells.get((method, budget, t))) for t in titles]
-        lines.append(f"| {choice.entry.methods[method].title} | {label(budget)} | {' | '.join(row)} |")
-    return lines
-
-
-def _long(found: Sequence[Number]) -> list[str]:
-    """A line a number, with intervals."""
-    lines = [
-        "## Every number",
-        "",
-        "Intervals are of 95 % and over rows. The papers give none, so theirs counts as exact. Differences to the full "
-        "cache are of the same rows.",
-        "",
-        "| method | budget | column | rows | ours | theirs | ours - theirs | ours - our full | theirs - their full |",
-        "|---|---|---|---|---|---|---|---|---|",
+    pair = lambda n: _shown(n.ours) + (f" ({_shown(n.theirs)})" if n.theirs is not None else "")
+    cells = {(n.method, n.budget, n.column): pair(n) for n in found}
+    rows = [
+        (choice.entry.methods[method].title, label(budget), *(cells.get((method, budget, t), "") for t in titles))
+        for method, budget in dict.fromkeys((n.method, n.budget) for n in found)
     ]
-    for n in found:
-        over = None if n.over_full is None else (n.over_full, n.over_full_low, n.over_full_high)
-        cells = [
-            n.method, label(n.budget), n.column, str(n.rows), _interval((n.ours, n.low, n.high)), shown(n.theirs),
-            _interval(n.difference, sign=True), _interval(over, sign=True), shown(n.theirs_over_full, sign=True),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return Table(("method", "budget", *titles), rows)
 
 
-def _interval(values: Sequence[float | None] | None, *, sign: bool = False) -> str:
-    if values is None:
-        return "-"
-    mean, low, high = values
-    if low is None or high is None or math.isnan(low) or low == high:
-        return shown(mean, sign=sign)
-    return f"{shown(mean, sign=sign)} [{shown(low, sign=sign)}, {shown(high, sign=sign)}]"
+def _long(found: Sequence[Number]) -> Table:
+    """A line a number, with intervals."""
+    head = ("method", "budget", "column", "rows", "ours", "theirs", "ours - theirs", "ours - our full",
+            "theirs - their full")  # fmt: skip
+    rows = [
+        (
+            n.method, label(n.budget), n.column, str(n.rows), _shown(n.ours, n.low, n.high), _shown(n.theirs),
+            _shown(*(n.difference or _NO_INTERVAL), sign="+"),
+            _shown(n.over_full, n.over_full_low, n.over_full_high, sign="+"), _shown(n.theirs_over_full, sign="+"),
+        )
+        for n in found
+    ]  # fmt: skip
+    return Table(head, rows)
 
 
-def shown(value: float | None, *, sign: bool = False) -> str:
-    """A number to four digits; "-" where there is none."""
-    if value is None or math.isnan(value):
-        return "-"
-    text = f"{value:.4g}" if abs(value) < 1 and value else f"{value:.2f}"
-    return f"{'+' if sign and value > 0 else ''}{text}"
+def _shown(value: float | None, low: float | None = None, high: float | None = None, *, sign: str = "") -> str:
+    """A number to four digits or two places, and the interval that it has, unless that is the number itself."""
+    form = ".4g" if value and abs(value) < 1 else ".2f"
+    return cell(value, low, None if low == high else high, sign + form)
 
 
 def as_json(choice: Choice, found: Sequence[Number], reduced: Sequence[str], faults: Sequence[str]) -> dict[str, Any]:

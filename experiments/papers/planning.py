@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 import kvjax
-from kvjax import Policy, models
+from kvjax import Policy
 from kvjax.configs.experiment import label
 from kvjax.experiments.papers import FIGURES
 from kvjax.experiments.papers.attention import BLOCK
 from kvjax.experiments.papers.methods import Budget, Method
-from kvjax.experiments.papers.reduced import JUDGED, Options, lines_of
+from kvjax.experiments.papers.reduced import JUDGED, Options, lines_of, models_of
 from kvjax.experiments.papers.rows import data_of, task_of
-from kvjax.experiments.papers.tables import DATA, ENTRIES, MODELS, Entry, Model
+from kvjax.experiments.papers.tables import DATA, MODELS, Entry, Model
 from kvjax.plan import make_plan
 
 FLOPS, BANDWIDTH = 400e12, 2.0e12  # 40 and 60 % of what is stated of an H100; an H200 reached 570e12 and 3.4e12
@@ -45,10 +45,7 @@ def planned(entry: Entry, options: Options) -> str:
       ValueError: an entry that reads no data with a model, a model that it has not, or a budget that is not stated and
         not given.
     """
-    known = entry.models or next(e.models for e in ENTRIES.values() if e.paper == entry.paper and e.models)
-    wanted = known if options.stands_for is None else (options.stands_for,)
-    if wanted[0] not in known:
-        raise ValueError(f"{entry.name} has no model {wanted[0]!r}; there are {', '.join(known)}")
+    wanted = models_of(entry, options)
     if entry.kind == "drawn":
         parts = [_of_figure(name, MODELS[wanted[0]], options) for name in entry.figures]
     else:
@@ -84,13 +81,12 @@ def _of_model(entry: Entry, name: str, options: Options) -> Iterator[str]:
 
 def _of_figure(name: str, model: Model, options: Options) -> str:
     """The line about a figure: its prompts are read, and their attention is read again, some rows at a time."""
-    size, H = FIGURES[name], model.head_dim
+    size, config = FIGURES[name], model.config
     prompts = (options.examples or size.prompts) * len(options.seeds)
-    tokens = min(options.length or size.length, model.positions)
-    heads = model.query_heads or model.width // H
-    operations = 2e9 * model.billions * tokens + 6 * model.layers * heads * H * tokens**2
+    tokens, heads = min(options.length or size.length, model.positions), config.num_query_heads
+    operations = 2e9 * model.billions * tokens + 6 * model.layers * heads * model.head_dim * tokens**2
     spent = max(prompts * operations / FLOPS, 2e9 * model.billions / BANDWIDTH)
-    read = 2 * model.layers * (heads + 2 * model.kv_heads) * H + 8 * heads * BLOCK
+    read = 2 * model.layers * (heads + 2 * model.kv_heads) * model.head_dim + 8 * heads * BLOCK
     return (
         f"{name} by {model.title}: {prompts} prompts of {tokens:,} tokens, read once with all rows of attention, "
         f"{spent:.2g} seconds and {2 * model.billions + prompts * tokens * read / 1e9:.3g} of the card's 80 GB; "
@@ -113,8 +109,8 @@ def work(name: str, shots: int, model: Model, options: Options) -> Work:
 
 def seconds(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> float:
     """Reading takes as long as its operations or as the bytes of its passes, a step as long as its bytes."""
-    config, policy = _run(made, budget, w, model)
-    cache = 4 * config.head_dim * make_plan(config, policy, np.array([w.tokens]), w.tokens, w.new).num_slots
+    config, lengths = model.config, np.array([w.tokens])
+    cache = 4 * model.head_dim * make_plan(config, _policy(made, budget, w), lengths, w.tokens, w.new).num_slots
     batches, moved = math.ceil(w.prompts / w.batch), 2e9 * model.billions + w.batch * beams * cache
     block = 1 if data_of(w.task).runner == "stream" else made.block or w.tokens
     attention = 2 * config.num_layers * config.num_query_heads * config.head_dim * w.tokens**2
@@ -125,15 +121,11 @@ def seconds(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> 
 
 def memory(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> int:
     """Bytes of caches and of reading, each hypothesis of a search with its own."""
-    config, policy = _run(made, budget, w, model)
     how = {"batch": w.batch * beams, "prompt_len": w.tokens, "max_new_tokens": w.new, "block": made.block}
-    return kvjax.plan_memory(config, policy, **how).peak
+    return kvjax.plan_memory(model.config, _policy(made, budget, w), **how).peak
 
 
-def _run(made: Method, budget: Budget, w: Work, model: Model) -> tuple[Any, Policy]:
-    """The model's shape, of which its caches know no vocabulary, and a policy."""
-    D, H = model.width, model.head_dim
-    heads = model.query_heads or D // H, model.kv_heads
+def _policy(made: Method, budget: Budget, w: Work) -> Policy:
+    """The policy of a budget, of which some shares are of all tokens that there will be."""
     share = made.whole and isinstance(budget, float)
-    policy = made.make(max(int(budget * (w.tokens + w.new)), 1) if share else budget)
-    return models.ModelConfig(1, D, 4 * D, model.layers, *heads, H, dtype="bfloat16"), policy
+    return made.make(max(int(budget * (w.tokens + w.new)), 1) if share else budget)

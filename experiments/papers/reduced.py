@@ -13,8 +13,8 @@ from kvjax.experiments.core import metrics
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers import rows
 from kvjax.experiments.papers.methods import Budget
-from kvjax.experiments.papers.rows import PROJECT, SCORED, Source
-from kvjax.experiments.papers.tables import DATA, MODELS, Column, DataSet, Entry
+from kvjax.experiments.papers.rows import SCORED, Source
+from kvjax.experiments.papers.tables import DATA, ENTRIES, MODELS, Column, DataSet, Entry
 
 NO_SCORES = (
     "seconds", "tokens_per_second", "latency_growth", "prefill_speedup", "kv_gb", "model_gb", "moved_share",
@@ -123,10 +123,8 @@ def choose(entry: Entry, options: Options, config: Any) -> Choice:
       ValueError: nothing to run, methods or models that the entry has not, or a budget that the text does not state and
         that is not given.
     """
-    if options.stands_for is not None and options.stands_for not in entry.models:
-        raise ValueError(f"{entry.name} has no model {options.stands_for!r}; there are {', '.join(entry.models)}")
-    same = (m for m in entry.models if same_shape(m, config))
-    model = options.stands_for or next(same, entry.models[0])
+    known = models_of(entry, options)
+    model = next((m for m in known if same_shape(m, config)), known[0])
     lines = lines_of(entry, model, options)
     found, missing = rows.sources(entry.data, options.data)
     columns, without = _columns(entry, model, {s.name for s in found})
@@ -134,6 +132,20 @@ def choose(entry: Entry, options: Options, config: Any) -> Choice:
     sources = tuple(s for s in found if s.name in wanted)
     made = Choice(entry, model, lines, columns, sources, (*missing, *without), ())
     return dataclasses.replace(made, reduced=tuple(_reasons(made, found, options, config)))
+
+
+def models_of(entry: Entry, options: Options) -> tuple[str, ...]:
+    """The models that a run may stand for: of a figure that is drawn those of its paper's first table.
+
+    Raises:
+      ValueError: a model that is asked for, but not among them.
+    """
+    known = entry.models or next(e.models for e in ENTRIES.values() if e.paper == entry.paper and e.models)
+    if options.stands_for is None:
+        return known
+    if options.stands_for not in known:
+        raise ValueError(f"{entry.name} has no model {options.stands_for!r}; there are {', '.join(known)}")
+    return (options.stands_for,)
 
 
 def same_shape(model: str, config: Any) -> bool:
@@ -161,34 +173,33 @@ def _columns(entry: Entry, model: str, present: set[str]) -> tuple[tuple[Column,
     """Columns with the data sets that are there, and what keeps the others from being measured."""
     kept, missing = [], []
     for column in entry.measured(model):
-        runners = {DATA[d].runner for d in column.data}
         names = tuple(d for d in column.data if d in present or DATA[d].runner not in rows.WITH_ROWS)
-        fault = None
-        if "harness" in runners and not has_lm_eval():
-            fault = "a task of lm-eval; pip install 'kvjax[eval]'"
-        elif column.metric in JUDGED:
-            fault = f"{column.metric} needs a judge, which kvjax does not run"
-        elif names:
-            fault = _metric_fault(names, column.metric)
-        if fault:
-            missing.append(f"column {column.title}: {fault}")
-        elif names:
-            kept.append(dataclasses.replace(column, data=names))
+        try:
+            _check(column.metric, names)
+        except ValueError as e:
+            missing.append(f"column {column.title}: {e}")
+        else:
+            kept += [dataclasses.replace(column, data=names)] if names else []
     return tuple(kept), missing
+
+
+def _check(metric: str, names: Sequence[str]) -> None:
+    """Tries whether data sets can be scored by a metric.
+
+    Raises:
+      ValueError: the metric needs a judge, or something that is not installed.
+    """
+    if metric in JUDGED:
+        raise ValueError(f"{metric} needs a judge, which kvjax does not run")
+    if any(DATA[name].runner == "harness" for name in names) and not has_lm_eval():
+        raise ValueError("a task of lm-eval; pip install 'kvjax[eval]'")
+    for own in {rows.metric_of(name, metric) for name in names} - {*MEASURED, rows.CLASSIFICATION}:
+        metrics.find(own)
 
 
 def has_lm_eval() -> bool:
     """Whether lm-eval is installed."""
     return importlib.util.find_spec("lm_eval") is not None
-
-
-def _metric_fault(names: Sequence[str], metric: str) -> str | None:
-    for own in {rows.metric_of(name, metric) for name in names} - {*MEASURED, rows.CLASSIFICATION}:
-        try:
-            metrics.find(own)
-        except ValueError as e:
-            return str(e)
-    return None
 
 
 def _reasons(choice: Choice, found: Sequence[Source], options: Options, config: Any) -> Iterator[str]:
@@ -204,10 +215,9 @@ def _reasons(choice: Choice, found: Sequence[Source], options: Options, config: 
         if entry.beams > 1:
             yield f"generates greedily, not with {entry.beams} beams"
         yield "another device"
-    if names := [s.name for s in found if not s.own]:
-        others = sorted({s.label for s in found if not s.own})
-        what = "the project's own text" if others == [PROJECT] else ", ".join(others)
-        yield f"{what} stands for {names[0] if len(names) == 1 else f'{len(names)} data sets'}"
+    if others := [s for s in found if not (DATA[s.name].question or (s.path and s.path.stem == s.name))]:
+        what = ", ".join(sorted({"the project's own text" if s.path is None else s.path.name for s in others}))
+        yield f"{what} stands for {others[0].name if len(others) == 1 else f'{len(others)} data sets'}"
     if "text" in runners:
         yield f"of a text, its last {SCORED} tokens at most are scored, after the others were read under the policy"
     if "harness" in runners and rows.own_tasks(options.data):

@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import json
 import pathlib
 import re
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -16,11 +15,14 @@ from kvjax import Policy
 from kvjax.experiments import corpus
 from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.provenance import definition
+from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.harness import lm_eval_module
+from kvjax.experiments.harness.longbench import available
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.tables import DATA, LONGBENCH, DataSet
 from kvjax.experiments.tasks import needle_number, single_needle
-from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.base import Example, Question, Task, Tokens
+from kvjax.experiments.tasks.rows import object_of, of_file
 from kvjax.models.presets import PLACE
 
 SCORED: Final = 64  # the last tokens of a text, whose likelihood is measured
@@ -28,11 +30,9 @@ WITH_ROWS: Final = ("rows", "text", "stream", "needle")  # runners of data sets 
 CLASSIFICATION: Final = "classification"  # LongBench's, which needs to know the classes
 PROJECT: Final = "project"  # in place of a path: text of the project's own
 _SUFFIXES: Final = (".jsonl", ".json", ".txt")
-_FIELDS: Final = ("context", "origin_prompt")
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptRow:
+class PromptRow(NamedTuple):
     """One prompt of a data set.
 
     Attributes:
@@ -46,24 +46,16 @@ class PromptRow:
     classes: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where a data set's rows are.
 
     Attributes:
       name: the data set, of `catalogue.DATA`.
       path: a file; None for the project's own text, and for a row that the paper prints.
-      own: whether the file is the data set's by name, not one that was given for all.
     """
 
     name: str
     path: pathlib.Path | None
-    own: bool
-
-    @property
-    def label(self) -> str:
-        """How results name it."""
-        return PROJECT if self.path is None else self.path.name
 
 
 def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], list[str]]:
@@ -77,21 +69,20 @@ def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], lis
     Raises:
       ValueError: a path that does not exist.
     """
-    printed = [Source(n, None, True) for n in names if DATA[n].question]
-    names = tuple(n for n in names if DATA[n].runner in WITH_ROWS and not DATA[n].question)
-    if data == PROJECT:
-        return [*printed, *(Source(n, None, False) for n in names)], []
-    path = None if data is None else pathlib.Path(data).expanduser()
+    path = None if data is None or data == PROJECT else pathlib.Path(data).expanduser()
     if path is not None and not path.exists():
         raise ValueError(f"--data {data} does not exist; give a directory, a file, or {PROJECT!r}")
-    if path is not None and path.is_file():
-        return [*printed, *(Source(n, path, path.stem == n) for n in names)], []
-    found, missing = printed, []
+    found, missing = [], []
     for name in names:
-        files = [path / f"{name}{suffix}" for suffix in _SUFFIXES] if path is not None else []
-        there = next((f for f in files if f.is_file()), None)
-        if there is not None:
-            found.append(Source(name, there, True))
+        if DATA[name].runner not in WITH_ROWS:
+            continue
+        files: list[pathlib.Path | None] = [path]
+        if path is not None and path.is_dir():
+            files = [f for suffix in _SUFFIXES if (f := path / f"{name}{suffix}").is_file()]
+        if DATA[name].question or data == PROJECT:
+            found.append(Source(name, None))
+        elif path is not None and files:
+            found.append(Source(name, files[0]))
         else:
             hub = DATA[name].hub
             origin = f", from {hub} on the hub" if hub else ""
@@ -115,75 +106,53 @@ def read(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow],
     if source.path is None:
         return [_own(source.name, i, seed) for i in range(count or 16)], []
     rows, faults = [], []
-    for where, row in _raw(source.path):
-        if count is not None and len(rows) == count:
+    for number, row in _stored(source.path):
+        if len(rows) == count:
             break
         try:
-            rows.append(_row(row, source.name))
+            rows.append(_row(object_of(row), source.name))
         except ValueError as e:
-            faults.append(f"{source.path.name}, {where}: {e}")
+            faults.append(f"{source.path.name}, row {number}: {e}")
     if not rows:
         raise ValueError(f"{source.path} has no row that can be read{f' ({faults[0]})' if faults else ''}")
     return rows, faults
 
 
-def _raw(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is no UTF-8 text: {e}") from e
-    if path.suffix == ".txt":
-        parts = [part.strip() for part in text.split("\n\n")]
-        yield from ((f"part {i}", {"context": part}) for i, part in enumerate(parts, 1) if part)
-    elif path.suffix == ".jsonl":
-        for i, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                yield f"line {i}", _parsed(line)
-    else:
-        found = _parsed(text)
-        if not isinstance(found, dict | list):
-            raise ValueError(f"{path} is not JSON of rows; write a line a row (.jsonl), or an array of them (.json)")
-        named = found.items() if isinstance(found, dict) else enumerate(found)
-        yield from ((f"row {name}", row) for name, row in named)
+def _stored(path: pathlib.Path) -> Iterable[tuple[int, Any]]:
+    """The rows of a file, with their numbers."""
+    if path.suffix != ".txt":
+        return of_file(path)
+    parts = (part.strip() for part in read_text(str(path)).split("\n\n"))
+    return ((i, {"context": part}) for i, part in enumerate(parts, 1) if part)
 
 
-def _parsed(text: str) -> Any:
-    """JSON, or the error that says why it is none."""
-    try:
-        return json.loads(text)
-    except ValueError as e:
-        return e
-
-
-def _row(row: Any, name: str) -> PromptRow:
-    if not isinstance(row, dict):
-        raise ValueError(f"no JSON object: {row}"[:120])
-    if "input" in row:
-        row = {**row, "origin_prompt": _longbench_prompt(name, row)}
-    if (fields := DATA[name].fields) and fields[0] in row:
-        row = _hub_row(name, *(row.get(field) for field in fields))
-    gold = row.get("gold", row)
+def _row(row: Mapping[str, Any], name: str) -> PromptRow:
+    """A row's prompt and answers, whichever of the forms it has."""
+    gold, fields = row.get("gold", row), DATA[name].fields
     gold = gold if isinstance(gold, dict) else {"answers": gold}
     answers = gold.get("answers", ())
+    if "input" in row:
+        parts = [_longbench_prompt(name, row)]
+    elif fields and fields[0] in row:
+        text, *answers = (row.get(field) for field in fields)
+        if isinstance(text, list):  # a dialogue, whose last turn is the answer
+            text, answers = "\n".join(map(str, text[:-1])), text[-1:]
+        parts = [DATA[name].prompt.replace(PLACE, text) if isinstance(text, str) and text.strip() else ""]
+        answers = [*filter(None, answers)]
+    elif "origin_prompt" in row:
+        parts = [row["origin_prompt"]]
+    else:
+        context, question, prefix = (row.get(field) or "" for field in ("context", "question", "answer_prefix"))
+        parts = [context, "\n" if context and question else "", question, prefix]
     answers = [answers] if isinstance(answers, str) else answers
-    parts = [row.get(f) for f in ("context", "question", "answer_prefix")]
-    parts = [row["origin_prompt"]] if "origin_prompt" in row else ["\n".join(filter(None, parts[:2])), parts[2] or ""]
-    if not all(isinstance(p, str) for p in parts) or not "".join(parts).strip():
-        raise ValueError(f"no text in any of {', '.join(_FIELDS)}")
+    if not all(isinstance(part, str) for part in parts) or not "".join(parts).strip():
+        raise ValueError("no text in any of context, origin_prompt")
     if not isinstance(answers, list | tuple) or not all(isinstance(a, str) and a.strip() for a in answers):
         raise ValueError(f"answers must be texts, not {answers!r:.80}")
     return PromptRow("".join(parts), tuple(answers), tuple(gold.get("all_classes") or ()))
 
 
-def _hub_row(name: str, text: Any, *answers: Any) -> dict[str, Any]:
-    """A row of the hub as `_row` reads it; of a dialogue the last turn is the answer."""
-    if isinstance(text, list):
-        text, answers = "\n".join(map(str, text[:-1])), tuple(text[-1:])
-    asked = DATA[name].prompt.replace(PLACE, text) if isinstance(text, str) and text.strip() else ""
-    return {"origin_prompt": asked, "answers": [*filter(None, answers)]}
-
-
-def _longbench_prompt(name: str, row: dict[str, Any]) -> str:
+def _longbench_prompt(name: str, row: Mapping[str, Any]) -> str:
     """The prompt that lm-eval makes of a row of LongBench's own files.
 
     Raises:
@@ -192,19 +161,15 @@ def _longbench_prompt(name: str, row: dict[str, Any]) -> str:
     texts: dict[str, Any] = {"{{context}}": row.get("context"), "{{question}}": row["input"]}
     if wrong := [place for place, text in texts.items() if not isinstance(text, str)]:
         raise ValueError(f"the text for {wrong[0]} is {texts[wrong[0]]!r:.80}")
-    return "".join(str(texts.get(part, part)) for part in re.split(r"({{\w+}})", _template(name)))
+    return "".join(texts.get(part, part) for part in re.split(r"({{\w+}})", _template(name)))
 
 
 @functools.cache
 def _template(name: str) -> str:
-    spec = importlib.util.find_spec("lm_eval")
-    if spec is None or spec.origin is None:
-        raise ValueError("the prompts of LongBench's own rows are lm-eval's; pip install 'kvjax[eval]'")
-    path = pathlib.Path(spec.origin).parent / "tasks/longbench" / f"{name}.yaml"
-    found = re.search(r'^doc_to_text: (".*")$', path.read_text(), re.MULTILINE) if path.is_file() else None
-    if found is None:
+    if name not in available():
         raise ValueError(f"lm-eval has no prompt for {name}; give whole prompts as origin_prompt")
-    return json.loads(found[1])
+    (found,) = re.findall(r'^doc_to_text: (".*")$', available()[name].read_text(), re.MULTILINE)
+    return json.loads(found)
 
 
 def _own(name: str, index: int, seed: int) -> PromptRow:
@@ -230,13 +195,10 @@ def asked(
     Answers are scored when the table is made, in every metric of its columns.
     """
     data = data_of(task)
-    if data.runner == "text":
-        (made,) = prompts_of(
-            example(task, index, ids[:-scored], Question(continuation=ids[-scored:])), "in_prompt", seed
-        )
-        return made
-    stop = () if (end := data.stop) is None else (end,)
+    stop = () if data.stop is None else (data.stop,)
     question = Question(metric="", max_new_tokens=new_tokens, stop=stop, num_beams=beams)
+    if data.runner == "text":
+        ids, question = ids[:-scored], Question(continuation=ids[-scored:])
     (made,) = prompts_of(Example(task, index, ids, (question,), meta), "in_prompt", seed)
     return made
 
@@ -247,7 +209,7 @@ def needles(source: Source, count: int | None, task: Task) -> list[Example]:
         return [single_needle(task, i) for i in range(count or 32)]
     if source.path.suffix != ".txt":
         raise ValueError(f"a needle is hidden in running text, but {source.path} is none; give {source.name}.txt")
-    task = dataclasses.replace(task, text=source.path.read_text(encoding="utf-8"))
+    task = dataclasses.replace(task, text=read_text(str(source.path)))
     return [needle_number(task, i) for i in range(count or 44)]
 
 

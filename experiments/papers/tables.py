@@ -1,20 +1,22 @@
 """The five papers' tables and figures: what each shows, with which settings, and the numbers that the papers print.
 
-Read from `catalogue.toml`, `entries.toml` and `tables/*.csv`. In a CSV file "-" is a number that the paper's text does
-not have, an empty cell one that its table does not have, and the budget "?" one that its text does not state.
+Read from `catalogue.toml`, `entries.toml` and `tables/*.csv`, whose lines are what is run, planned and published. In a
+CSV file "-" is a number that the paper's text does not have, as where a figure only draws it, an empty cell one that
+its table does not have, and the budget "?" one that its text does not state.
 """
 
 import contextlib
 import csv
 import dataclasses
-import difflib
 import math
 import pathlib
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal, get_args
 
+from kvjax.configs.loading import unknown
 from kvjax.experiments.papers.methods import METHODS, Budget, Method
+from kvjax.models import ModelConfig
 from kvjax.models.presets import PLACE, PRESETS
 
 Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]
@@ -56,6 +58,12 @@ class Model:
     def place(self) -> str:
         """The template that its prompts stand in."""
         return self.template if self.preset is None else PRESETS[self.preset].template
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape in bfloat16, as far as caches know it: without a vocabulary."""
+        heads = self.query_heads or self.width // self.head_dim, self.kv_heads
+        return ModelConfig(1, self.width, 4 * self.width, self.layers, *heads, self.head_dim, dtype="bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +156,7 @@ class Entry:
         "settings" states settings and "drawing" explains, and nothing is to be run.
       methods: by name.
       columns, rows: the table; values are None where the paper only draws them.
-      settings: (what, value) pairs.
+      settings: such as "alpha: 0.5".
       reference: what outputs are compared with: the data's "answers", or the output of the "full cache".
       template: whether prompts stand in their model's template (`models.PRESETS`).
       beams: hypotheses of the beam search that generates, 1 for greedy generation.
@@ -166,7 +174,7 @@ class Entry:
     methods: dict[str, Method] = dataclasses.field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     rows: tuple[Row, ...] = ()
-    settings: tuple[tuple[str, str], ...] = ()
+    settings: tuple[str, ...] = ()
     reference: Reference = "answers"
     template: bool = False
     beams: int = 1
@@ -217,7 +225,7 @@ def _at(where: str) -> Iterator[None]:
     """Errors of what is read say where it stands."""
     try:
         yield
-    except (ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{where}: {e}") from e
 
 
@@ -274,28 +282,15 @@ def read_entries(folder: pathlib.Path = FOLDER) -> dict[str, Entry]:
     found, tables = {}, {*(folder / "tables").glob("*.csv")}
     for paper, labels in papers.items():
         for label, given in labels.items():
-            file, where = folder / f"tables/{paper}-{label}.csv", f"{path}, {paper}.{label}"
-            with _at(where):
-                grids = given.pop("grid", [])
+            with _at(f"{path}, {paper}.{label}"):
                 entry = _entry(paper, label, given, settings)
-            rows = (
-                [*_printed(file, entry.columns)] if file in tables else [(where, row) for row in _drawn(entry, grids)]
-            )
-            tables.discard(file)
-            keys = set()
-            for at, row in rows:
-                with _at(at):
-                    _among("model", row.model, MODELS)
-                    _among("method", row.method, entry.methods)
-                    key = row.model, row.method, row.budget
-                    if key in keys:
-                        raise ValueError(f"{row.model}, {row.method} at {row.budget} stands here a second time")
-                    keys.add(key)
-            if bool(rows) != bool(entry.columns):
-                raise ValueError(f"{where} has columns, but no grid and no {file.name}, or the reverse")
-            found[entry.name] = dataclasses.replace(entry, rows=tuple(row for _, row in rows))
+                if entry.columns:
+                    file = folder / f"tables/{paper}-{label}.csv"
+                    entry = dataclasses.replace(entry, rows=_printed(file, entry))
+                    tables.discard(file)
+            found[entry.name] = entry
     if tables:
-        raise ValueError(f"{min(tables)} is the table of no entry in {path}")
+        raise ValueError(f"{min(tables)} is the table of no entry in {path}, or of one without columns")
     return found
 
 
@@ -313,41 +308,32 @@ def _entry(paper: str, label: str, given: dict[str, Any], settings: dict[str, An
         label,
         methods={name: method for each in methods for name, method in each.items()},
         columns=tuple(c for each in columns for c in each),
-        settings=tuple(tuple(line.split(": ", 1)) for line in texts),
+        settings=tuple(texts),
         claims=tuple((what, float(value), place) for what, value, place in given.pop("claims", [])),
         **given,
     )
 
 
-def _drawn(entry: Entry, grids: list[dict[str, Any]]) -> list[Row]:
-    """Rows of a figure without numbers in the text: the full cache, and every method at every budget."""
-    blank = (None,) * len(entry.columns)
-    rows = [
-        Row(model, method, budget, blank)
-        for grid in grids
-        for model in grid["models"]
-        for method, budget in [("full", 1.0), *((m, b) for b in grid["budgets"] for m in grid["methods"])]
-    ]
-    return [*dict.fromkeys(rows)]
-
-
-def _printed(file: pathlib.Path, columns: Sequence[Column]) -> Iterator[tuple[str, Row]]:
-    """Rows of a table, each with its file and line; a budget that is an int is a number of tokens, a float a share."""
-    titles, signs = [c.title for c in columns], {"-": None, "": math.nan}
+def _printed(file: pathlib.Path, entry: Entry) -> tuple[Row, ...]:
+    """The rows of a table; a budget that is an int is a number of tokens, a float a share."""
+    titles, signs, rows = [c.title for c in entry.columns], {"-": None, "": math.nan}, {}
     wanted = ["model", "method", "budget", *titles]
     with file.open(newline="", encoding="utf-8") as lines:
         reader = csv.DictReader(lines)
         head = [*(reader.fieldnames or ())]
         if head not in (wanted, [*wanted, "off"]):
-            raise ValueError(f"{file}, line 1 must be {','.join(wanted)}, not {','.join(head)}")
+            raise ValueError(f"{file.name}, line 1 must be {','.join(wanted)}, not {','.join(head)}")
         for x in reader:
-            where = f"{file}, line {reader.line_num}"
-            with _at(where):
+            with _at(f"{file.name}, line {reader.line_num}"):
                 if None in x or None in x.values():
                     raise ValueError(f"a row must have {len(head)} values")
                 values = tuple(signs[x[t]] if x[t] in signs else float(x[t]) for t in titles)
                 budget = None if x["budget"] == "?" else (float if set(x["budget"]) & set(".eE") else int)(x["budget"])
-                yield where, Row(x["model"], x["method"], budget, values, x.get("off", ""))
+                key = _among("model", x["model"], MODELS), _among("method", x["method"], entry.methods), budget
+                if key in rows:
+                    raise ValueError(f"{key[0]}, {key[1]} at {budget} stands here a second time")
+                rows[key] = Row(*key, values, x.get("off", ""))
+    return (*rows.values(),)
 
 
 ENTRIES: Final = read_entries()
@@ -359,13 +345,10 @@ def find(name: str) -> Entry:
     Raises:
       ValueError: an unknown name, with those of its paper, or with the papers there are.
     """
-    if name in ENTRIES:
-        return ENTRIES[name]
     paper, _, label = name.partition("/")
-    labels = [e.label for e in ENTRIES.values() if e.paper == paper]
-    if labels:
-        raise ValueError(f"{paper} has no entry {label!r}; there are {', '.join(labels)}")
-    papers = sorted({e.paper for e in ENTRIES.values()})
-    near = difflib.get_close_matches(name, ENTRIES, n=1, cutoff=0.6)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"there is no entry {name!r}; the papers are {', '.join(papers)}, as in ada-kv/table2{meant}")
+    labels = {e.label: e for e in ENTRIES.values() if e.paper == paper}
+    if not labels:
+        raise unknown("paper", paper, dict.fromkeys(e.paper for e in ENTRIES.values()), "see --list")
+    if label not in labels:
+        raise unknown(f"entry of {paper}", label, labels, "see --list")
+    return labels[label]

@@ -83,7 +83,7 @@ class Rows:
         found: list[Mapping[str, Any]] = [{} for _ in self.rows]
         for i, (_, row) in enumerate(self.rows):
             with contextlib.suppress(ValueError):
-                found[i] = _object_of(row)
+                found[i] = object_of(row)
         return tuple(found)
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class Rows:
         """
         line, row = self.rows[index]
         try:
-            return self._example(task, index, _object_of(row))
+            return self._example(task, index, object_of(row))
         except ValueError as e:
             raise BadRow(line, str(e)) from e
 
@@ -189,8 +189,8 @@ def read(source: str, *, most: int | None = None, **how: Any) -> Rows:
     """The rows of a source.
 
     Args:
-      source: a file of JSON lines; or "owner/name:split" of the hub, or a directory of a data set, as
-        `datasets.load_dataset` takes them (extra `data`).
+      source: a file of JSON lines, or of one JSON value (.json); or "owner/name:split" of the hub, or a directory of a
+        data set, as `datasets.load_dataset` takes them (extra `data`).
       most: so many rows, the first ones; all if None.
       **how: `max_new_tokens`, `truncate`, `chat` and `metrics`, as of `Rows`.
 
@@ -200,7 +200,7 @@ def read(source: str, *, most: int | None = None, **how: Any) -> Rows:
     path = local_path(source)
     hub = _HUB.fullmatch(source)
     if path.is_file():
-        name, rows = path.stem, _of_file(path)
+        name, rows = path.stem, of_file(path)
     elif hub:
         name, rows = hub[1].partition("/")[2], _of_hub(hub[1], hub[2])
     else:
@@ -214,8 +214,12 @@ def read(source: str, *, most: int | None = None, **how: Any) -> Rows:
     return Rows(name, source, rows[:most], **how)
 
 
-def _of_file(path: pathlib.Path) -> tuple[tuple[int, bytes], ...]:
-    """The lines of a file that are not blank, with their numbers; of a file of another kind, what makes lines of it."""
+def of_file(path: pathlib.Path) -> tuple[tuple[int, Any], ...]:
+    """The rows of a file, with their numbers: its lines that are not blank, or the objects of one JSON value (.json).
+
+    Raises:
+      ValueError: a file of another kind, with what makes lines of it.
+    """
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     wanted = f"--data {path} must be JSON lines in UTF-8, a row a line, but "
     if content.startswith(b"\x1f\x8b"):
@@ -223,12 +227,17 @@ def _of_file(path: pathlib.Path) -> tuple[tuple[int, bytes], ...]:
     if b"\0" in content[:4] or content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(f"{wanted}is UTF-16 or UTF-32; write it anew (iconv -f UTF-16 -t UTF-8 {path} > rows.jsonl)")
     rows = tuple((number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip())
-    if len(rows) == 1 and not content.lstrip().startswith(b"["):
+    listed = path.suffix == ".json"
+    if len(rows) == 1 and not listed and not content.lstrip().startswith(b"["):
         return rows
     try:
-        json.loads(content)
+        found = json.loads(content)
     except (ValueError, RecursionError):
         return rows
+    if listed and isinstance(found, dict):  # rows by name, or the only row, which has text
+        found = [found] if any(isinstance(value, str) for value in found.values()) else [*found.values()]
+    if listed and isinstance(found, list):
+        return tuple(enumerate(found, 1))
     raise ValueError(f"{wanted}is one JSON value; write a line for each row (jq -c '.[]' {path} > rows.jsonl)")
 
 
@@ -246,7 +255,7 @@ def _of_hub(name: str, split: str) -> tuple[tuple[int, Any], ...]:
         ) from e
 
 
-def _object_of(row: Any) -> dict[str, Any]:
+def object_of(row: Any) -> dict[str, Any]:
     """What stands in a row, its bytes or an object, as an object."""
     if isinstance(row, bytes):
         try:
