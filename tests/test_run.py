@@ -249,9 +249,6 @@ def test_prompts_read_in_blocks(read_each, tmp_path):
     ]
     assert peak(blocks)["snapkv", "0.25"] < peak(whole)["snapkv", "0.25"]
     assert full(blocks) == full(whole)
-    options = ["--length", "256", "--baselines", "--block", "64", "--output", str(tmp_path / "f")]
-    with pytest.raises(SystemExit, match="FastGen looks at the whole prompt at once, but block=64"):
-        run.main(["--config", "fastgen.py", *options])
 
 
 def test_a_task_that_is_complete_for_a_policy_is_not_asked_again(made, tmp_path):
@@ -298,10 +295,6 @@ def test_the_full_cache_of_an_equal_run_beside_is_taken_over(made, tmp_path, cap
     run.main([*other, "--output", str(second)])
     assert f"full@1.0: 4 lines are taken over from {first}, an equal run" in capsys.readouterr().out
     assert len({*ran}) == 1  # h2o's
-    manifest = json.loads((second / "manifest.json").read_text())
-    assert manifest["taken_over"] == [{"of": "full@1.0", "from": str(first), "lines": 4}]
-    lines = lambda d: [s for s in samples(d) if s["method"] == "full"]
-    assert lines(first) == lines(second)
     run.main([*other, "--output", str(second)])
     assert "is complete" in capsys.readouterr().out
     for here, options in ((second, ["--restart"]), (tmp_path / "third", ["--seed", "1"])):
