@@ -73,7 +73,7 @@ WITHOUT = {
     "test_recovery.py": r"recovery_against_numpy\[.*window",
     "test_replay.py": "layers_may|it_keeps|stored_otherwise",
     "test_report.py": "pictures_stand",
-    "test_run.py": "question_after|prompts_read|batches|restart|resuming|a_config_of|a_policy_and|runs_from",
+    "test_run.py": "question_after|prompts_read|a_config_of|a_policy_and|runs_from",
     "test_scores.py": "capacity|a_sketch|no_head|filters|of_equal|sums",
     "test_select.py": (
         r"chunks_after|what_a_sliding|rows_that|chunks_of_protected\w+\[(33|36)|chunks_whose\w+\[(share|tokens)"

@@ -145,35 +145,23 @@ def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_p
             lambda f: np.savez(f, mean=np.full(3, np.nan)),
             "'mean' of float64 that are no",
         ),
+        ("duo_attention", "gates", "{}", "file.json has no 'gates'; give what experiments/learn.py gates wrote"),
+        ("duo_attention", "gates", "{", "file.json is no file of JSON that can be read"),
+        ("duo_attention", "gates", '{"gates": [[1, 1]]}', r"file.json is of shape \(1, 2\), but embedded has 4 layers"),
     ],
 )
 def test_what_was_found_of_a_model_is_read_or_refused_by_its_file(tmp_path, config, option, write, message):
-    file = tmp_path / "file"
-    if write is not None:
+    """Text is that of a file of JSON."""
+    file = tmp_path / ("file.json" if isinstance(write, str) else "file")
+    if isinstance(write, str):
+        file.write_text(write)
+    elif write is not None:
         with file.open("wb") as f:
             write(f)
     with pytest.raises(ValueError, match=message):
         configs.find(config)[1](**{option: str(file)})
 
 
-@pytest.mark.parametrize(
-    ("given", "text", "message"),
-    [
-        ("gates.json", "{}", "gates.json has no 'gates'; give what experiments/learn.py gates wrote"),
-        ("gates.json", "{", "gates.json is no file of JSON that can be read"),
-        (
-            "gates.json",
-            '{"gates": [[1, 1]]}',
-            r"gates.json is of shape \(1, 2\), but embedded has 4 layers of 4 kv heads",
-        ),
-        ("", "", "there is no models/gates.npy; gates are learned for a model with kvjax.learning.gates"),
-    ],
-)
-def test_gates_are_of_the_model_or_given(tmp_path, given, text, message):
-    path = tmp_path / given
-    if given:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        configs.find("duo_attention")[1](
-            gates=str(path) if given else "", setup=Setup() if given else Setup(model="models")
-        )
+def test_gates_are_given_where_none_lie_beside_the_model():
+    with pytest.raises(ValueError, match=r"there is no models/gates\.npy; gates are learned for a model with kvjax\.l"):
+        configs.find("duo_attention")[1](setup=Setup(model="models"))

@@ -12,6 +12,7 @@ import pytest
 
 from kvjax.experiments.core import records
 from kvjax.experiments.core.records import Records, load_kept, read_bad, read_lines, read_manifest
+from tests.runs import contents
 
 CONFIG = {"name": "m", "seed": 0, "ids": {"m@1": "a", "full@1.0": "b"}}
 LINE = {"method": "m", "budget": "1", "task": "t", "index": 0, "question": 0, "id": "a", "score": 0.5}
@@ -23,10 +24,6 @@ def opened(directory, config=CONFIG, **options):
 
 def numbered(*indices):
     return [{**LINE, "index": i} for i in indices]
-
-
-def contents(directory):
-    return {p.name: p.read_bytes() for p in directory.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ import collections
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import logging
 import numbers
@@ -41,6 +40,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvjax.configs import loading
+from kvjax.experiments.core.command import imported
 
 Function = Callable[[str, Sequence[str]], float]
 
@@ -107,17 +107,14 @@ def _best(score: Callable[[str, str], float]) -> Function:
 
 
 def _library(module: str) -> types.ModuleType:
-    """A module that kvjax itself does not depend on.
+    """A module of the extra "eval".
 
     Raises:
       ValueError: it is not installed.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # jieba's source has escapes that Python warns about
-            return importlib.import_module(module)
-    except ImportError as e:
-        raise ValueError(f"the metric needs {module.partition('.')[0]} ({e}); pip install 'kvjax[eval]'") from e
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jieba's source has escapes that Python warns about
+        return imported(module, "eval")
 
 
 # --- words ---

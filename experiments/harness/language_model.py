@@ -8,12 +8,11 @@ draws are those of the request's own tokens and of how often it was asked before
 
 import collections
 import dataclasses
-import functools
 import itertools
 import logging
 import reprlib
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -29,6 +28,7 @@ from kvjax.contract.checks import one_of, whole
 from kvjax.drivers.buckets import bucket
 from kvjax.drivers.checks import check_block, check_positions
 from kvjax.drivers.loop import NO_TOKEN
+from kvjax.drivers.text import rendered
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
@@ -125,23 +125,27 @@ class HarnessModel(TemplateLM):
         self.source = included(pretrained)
         self.tokenizer = models.load_tokenizer(self.source if tokenizer is None else tokenizer)
         self.model, self.params = models.load(self.source, dtype=dtype)
-        self.max_length = self._most(max_length)
+        config = self.model.config
+        if max_length is not None and config.learned_positions and max_length > config.max_position:
+            raise ValueError(
+                f"max_length={max_length}, but the model has learned {config.max_position} positions; lower it"
+            )
+        self.max_length = config.max_position if max_length is None else max_length
         most = np.array([self.max_length - 1])
-        longest = kvjax.make_plan(self.model.config, self.policy, most, self.max_length - 1, 1)
+        longest = kvjax.make_plan(config, self.policy, most, self.max_length - 1, 1)
         self.block = check_block(longest, block, self.max_length - 1)
-        check_positions(self.model.config, longest, most, 1, self.block)
+        check_positions(config, longest, most, 1, self.block)
         self.config = {
             "checkpoint": models.fingerprint(self.source),
             "tokenizer": str(tokenizer),
             "policy": definition(self.policy, origin),
             "block": self.block,
-            "dtype": jnp.dtype(self.model.config.dtype).name,
+            "dtype": jnp.dtype(config.dtype).name,
             "max_length": self.max_length,
             "max_gen_toks": self.max_gen_toks,
             "truncation": truncation,
             "seed": seed,
         }
-        config = self.model.config
         self._ends = sorted({*config.eos_ids, self.eot_token_id} & set(range(config.vocab_size)))
         self._positions = config.max_position if config.learned_positions else 2**31 - 1
         self._refusals: dict[tuple[int, int], str | None] = {}
@@ -154,14 +158,6 @@ class HarnessModel(TemplateLM):
         """As lm-eval makes models; what --model_args gives stands before --batch_size, which has a default."""
         given = {k: v for k, v in (additional_config or {}).items() if v is not None}
         return cls(**given | arg_dict)
-
-    def _most(self, max_length: int | None) -> int:
-        config = self.model.config
-        if max_length is not None and config.learned_positions and max_length > config.max_position:
-            raise ValueError(
-                f"max_length={max_length}, but the model has learned {config.max_position} positions; lower it"
-            )
-        return config.max_position if max_length is None else max_length
 
     @property
     def eot_token_id(self) -> int:
@@ -212,20 +208,15 @@ class HarnessModel(TemplateLM):
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("the tokenizer has no chat template; leave --apply_chat_template out")
-        render = functools.partial(
-            self.tokenizer.apply_chat_template,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        template = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         others = [m for m in chat_history if m["role"] != "system"]
         try:
-            return render(chat_history)
-        except Exception as e:  # a template is code of the model's authors, and raises what it likes
+            return rendered(self.tokenizer, chat_history, **template)
+        except ValueError as e:
             if len(others) == len(chat_history):
-                raise ValueError(f"the tokenizer's chat template refuses these messages: {e}") from e
-            _LOG.warning("the chat template refuses the system message (%s), which is left out", e)
-        return render(others)
+                raise
+            _LOG.warning("%s; the system message is left out", e)
+        return rendered(self.tokenizer, others, **template)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, with BOS at most once: where the tokenizer or the text puts it, unless `add_special_tokens`."""
@@ -256,15 +247,12 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _totals(self, requests: Sequence[Instance]) -> list[float]:
-        windows = [self._windows(*request.args) for request in requests]
+        how = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
+        cut = lambda text: map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), **how))
+        windows = [[*cut(*request.args)] for request in requests]
         parts = [(None, *window) for some in windows for window in some]
         found = iter(self._loglikelihood_tokens(parts, disable_tqdm=True))
         return [float(sum(part for part, _ in itertools.islice(found, len(some)))) for some in windows]
-
-    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        ids, first = self.tok_encode(text), self.prefix_token_id
-        made = get_rolling_token_windows(ids, prefix_token=first, max_seq_len=self.max_length, context_len=1)
-        return [make_disjoint_window(window) for window in made]
 
     def _loglikelihood_tokens(
         self,
@@ -281,13 +269,7 @@ class HarnessModel(TemplateLM):
           ValueError: a continuation without tokens, or longer than the model's context.
         """
         jobs = [self._to_score(i, *request) for i, request in enumerate(requests)]
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(jobs)
-        for batch in self._batches(jobs, "log-likelihoods", disable_tqdm):
-            for job, answer in zip(batch, self._scored(batch), strict=True):
-                found[job.index] = answer
-                if (request := requests[job.index][0]) is not None:
-                    self.cache_hook.add_partial("loglikelihood", request, answer)
-        return found
+        return self._answers("loglikelihood", [request for request, *_ in requests], jobs, self._scored, disable_tqdm)
 
     def _to_score(self, index: int, request: Any, context: list[int], continuation: list[int]) -> _Job:
         m = len(continuation)
@@ -335,12 +317,7 @@ class HarnessModel(TemplateLM):
         """
         before: collections.Counter[Any] = collections.Counter()
         jobs = [self._to_generate(i, *request.args, before=before) for i, request in enumerate(requests)]
-        texts = [""] * len(jobs)
-        for batch in self._batches(jobs, "answers", disable_tqdm):
-            for job, text in zip(batch, self._generated(batch), strict=True):
-                texts[job.index] = text
-                self.cache_hook.add_partial("generate_until", requests[job.index].args, text)
-        return texts
+        return self._answers("generate_until", [r.args for r in requests], jobs, self._generated, disable_tqdm)
 
     def _to_generate(self, index: int, prompt: str, options: Any, *, before: collections.Counter[Any]) -> _Job:
         given = dict(normalize_gen_kwargs(options, self.max_gen_toks))
@@ -406,16 +383,31 @@ class HarnessModel(TemplateLM):
         draws = jnp.array([job.draw for job in jobs], jnp.uint32)
         return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.seed), draws)
 
-    def _batches(self, jobs: Sequence[_Job], what: str, disable_tqdm: bool) -> Iterator[list[_Job]]:
-        """Jobs of one program together, the longest first, as lm-eval's `hf` has them: a lack of memory shows early."""
+    def _answers(
+        self,
+        kind: str,
+        requests: Sequence[Any],
+        jobs: Sequence[_Job],
+        step: Callable[[Sequence[_Job]], Sequence[Any]],
+        disable_tqdm: bool,
+    ) -> list[Any]:
+        """What a step gives for every job, kept for the request that it is of, if it is of one.
+
+        Jobs of one program run together, the longest first, as lm-eval's `hf` has them: a lack of memory shows early.
+        """
         together: dict[Hashable, list[_Job]] = {}
         for job in sorted(jobs, key=lambda job: -job.program[0]):
             together.setdefault(job.program, []).append(job)
-        with tqdm(total=len(jobs), desc=what, disable=disable_tqdm) as bar:
+        found: list[Any] = [None] * len(jobs)
+        with tqdm(total=len(jobs), desc=kind, disable=disable_tqdm) as bar:
             for program, some in together.items():
                 bar.set_postfix_str("" if program in self._compiled else "compiling")
                 for at in range(0, len(some), self.batch_size):
-                    yield (batch := some[at : at + self.batch_size])
+                    batch = some[at : at + self.batch_size]
+                    for job, answer in zip(batch, step(batch), strict=True):
+                        found[job.index] = answer
+                        if requests[job.index] is not None:
+                            self.cache_hook.add_partial(kind, requests[job.index], answer)
                     bar.set_postfix_str("")
                     bar.update(len(batch))
                 self._compiled.add(program)
@@ -429,6 +421,7 @@ class HarnessModel(TemplateLM):
             _LOG.warning(
                 "%d of %d prompts so far are kept whole: %s", self._num_whole, self._num_requests, self._refused
             )
+        return found
 
 
 def _checksum(ids: Sequence[int], *more: int) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvjax import Policy, configs
 from kvjax.configs.experiment import Budget, label, with_params
-from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
+from kvjax.drivers.sampling import Sampler
+from kvjax.models.generation_config import read_sampler
 
 
 def policy_of(name: str | Policy, budget: Budget | None, parameters: Mapping[str, Any]) -> tuple[Policy, str]:
@@ -72,8 +73,5 @@ def sampler_of(options: Mapping[str, Any]) -> Sampler:
         raise ValueError(
             f"generation has no {', '.join(unknown)} here; there are until, max_gen_toks, {', '.join(known)}"
         )
-    sampled, penalty = given.pop("do_sample"), given.get("repetition_penalty", 1.0)
-    if not sampled or given.get("temperature") == 0:
-        return Greedy() if penalty == 1 else Greedy(RepetitionPenalty(penalty))
-    given["top_k"] = given.get("top_k") or None  # transformers has 0 for all
-    return Sample(**given)
+    drawn = given["do_sample"] and given.get("temperature") != 0
+    return read_sampler({**given, "do_sample": drawn, "top_k": given.get("top_k") or 0})  # 0, and no word, for all
