@@ -399,12 +399,11 @@ def _kept(found: Found, number: Number) -> float:
 
 def _order(parts: Mapping[str, Found], shares: Sequence[float]) -> list[str]:
     """Methods, the best last: by how much more they keep than all do on average, where they run."""
-    more: dict[str, list[float]] = {}
-    for found in parts.values():
-        for share in shares:
-            kept = {_name(n): _kept(found, n) for n in found.at(share)}
-            for name, own in kept.items():
-                more.setdefault(name, []).append(own - sum(kept.values()) / len(kept))
+    more = collections.defaultdict[str, list[float]](list)
+    for found, share in itertools.product(parts.values(), shares):
+        kept = {_name(n): _kept(found, n) for n in found.at(share)}
+        for name, own in kept.items():
+            more[name].append(own - sum(kept.values()) / len(kept))
     return sorted(sorted(more), key=lambda name: round(float(np.nan_to_num(more[name]).mean()), 6))  # ties by name
 
 
@@ -436,7 +435,7 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
     names = _order(parts, shares)
     figure, (grid,) = canvas(len(parts), width=4.6, height=max(3.0, 0.3 * len(names) + 1.2), sharey=True)
     for axes, found in zip(grid, parts.values(), strict=True):
-        score = found.numbers[0]["kind"] == "score"
+        score = found.full["kind"] == "score"
         scale = 100 if score else 1
         for i, share in enumerate(shares):
             apart = min(0.2, 0.6 / max(len(shares) - 1, 1))  # of a row: marks of a method stand nearest to each other

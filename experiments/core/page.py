@@ -10,11 +10,7 @@ from typing import Any
 
 
 def cell(
-    value: float | None,
-    low: float | None = None,
-    high: float | None = None,
-    form: str = ".1f",
-    ends: str | None = None,
+    value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f", ends: str | None = None
 ) -> str:
     """A number and its interval, such as "62.5 [45.3, 77.1]".
 
