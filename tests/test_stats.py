@@ -123,7 +123,7 @@ def test_the_order_of_rows_enters_no_number():
             lambda x, y, c, t: (compare_perplexity(x, y), compare_perplexity(x, y, c), stats.perplexity(x, c)),
             lambda x, y, c, t: (stats.mean(x), analysis.interval(x), stats.median(x), stats.wilson(x)),
         ):
-            orders = [np.arange(n), *(rng.permutation(n) for _ in range(11))]
+            orders = [np.arange(n), *(rng.permutation(n) for _ in range(5))]
             assert len({str(call(*(a[o] for a in (x, y, c, t)))) for o in orders}) == 1, (n, kind)
 
 
