@@ -269,9 +269,7 @@ class Found:
     def compared(self, a: Number, b: Number) -> stats.Comparison:
         """Whether one policy is better than another on the same examples."""
         x, y = (self.scores[n["method"], n["budget"]] for n in (a, b))
-        if a["kind"] == "nll":
-            return stats.compare_perplexity(x, y, self.contexts)
-        return stats.compare(x, y, self.contexts, tasks=self.tasks)
+        return stats.COMPARE[a["kind"]](x, y, self.contexts, tasks=self.tasks)
 
     def at(self, share: float) -> list[Number]:
         """Policies at a share of bytes, the best first; methods without a budget stand where they fit."""
