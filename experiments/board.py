@@ -270,9 +270,7 @@ class Found:
     def compared(self, a: Number, b: Number) -> stats.Comparison:
         """Whether one policy is better than another on the same examples."""
         x, y = (self.scores[n["method"], n["budget"]] for n in (a, b))
-        if a["kind"] == "nll":
-            return stats.compare_perplexity(x, y, self.contexts)
-        return stats.compare(x, y, self.contexts, tasks=self.tasks)
+        return stats.COMPARE[a["kind"]](x, y, self.contexts, tasks=self.tasks)
 
     def at(self, share: float) -> list[Number]:
         """Policies at a share of bytes, the best first; methods without a budget stand where they fit."""
@@ -400,12 +398,11 @@ def _kept(found: Found, number: Number) -> float:
 
 def _order(parts: Mapping[str, Found], shares: Sequence[float]) -> list[str]:
     """Methods, the best last: by how much more they keep than all do on average, where they run."""
-    more: dict[str, list[float]] = {}
-    for found in parts.values():
-        for share in shares:
-            kept = {_name(n): _kept(found, n) for n in found.at(share)}
-            for name, own in kept.items():
-                more.setdefault(name, []).append(own - sum(kept.values()) / len(kept))
+    more = collections.defaultdict[str, list[float]](list)
+    for found, share in itertools.product(parts.values(), shares):
+        kept = {_name(n): _kept(found, n) for n in found.at(share)}
+        for name, own in kept.items():
+            more[name].append(own - sum(kept.values()) / len(kept))
     return sorted(sorted(more), key=lambda name: round(float(np.nan_to_num(more[name]).mean()), 6))  # ties by name
 
 
@@ -437,7 +434,7 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
     names = _order(parts, shares)
     figure, (grid,) = canvas(len(parts), width=4.6, height=max(3.0, 0.3 * len(names) + 1.2), sharey=True)
     for axes, found in zip(grid, parts.values(), strict=True):
-        score = found.numbers[0]["kind"] == "score"
+        score = found.full["kind"] == "score"
         scale = 100 if score else 1
         for i, share in enumerate(shares):
             apart = min(0.2, 0.6 / max(len(shares) - 1, 1))  # of a row: marks of a method stand nearest to each other

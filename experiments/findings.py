@@ -191,11 +191,8 @@ def what_decides(options: Findings, kl: Divergences) -> tuple[str, Figure]:
         levels = {cell[axis]: [other[axis] == cell[axis] for other in cells] for cell in cells}
         rows = [(level, *_shown(_logs(kl[of]).mean(0), ".3f")) for level, of in levels.items()]
         tables += [f"Divergence in nats by {factor}, over all of the others:", Table((factor, *head), rows)]
-    curves = {
-        name: {b: Interval(*(100 * x for x in of[name])) for b, of in zip(options.budget, found, strict=True)}
-        for name in found[0]
-    }
-    figure = _picture(options, title, curves, "variance explained, % (95 % interval)")
+    drawn = {name: [Interval(*(100 * x for x in of[name])) for of in found] for name in found[0]}
+    figure = _picture(options, title, drawn, "variance explained, % (95 % interval)")
     figure.axes[0].set_ylim(-3, 103)
     return _page(options, title, f"{len(cells)} policies a budget", *tables), figure
 
@@ -207,7 +204,7 @@ def to_hindsight(options: Findings, kl: Divergences) -> tuple[str, Figure]:
     best, oracle = logs[:first].mean(-1).argmin(0), first + logs[first:].mean(-1).argmin(0)
     at = range(len(options.budget))
     ratios = logs[best, at] - logs[oracle, at]
-    ends = dict.fromkeys(f"{end(_typical(ratios).mean):.1f}" for end in (min, max))
+    ends = dict.fromkeys(f"{end(x.mean for x in _typical(ratios)):.1f}" for end in (min, max))
     title = f"The best method's divergence is {' to '.join(ends)} times hindsight's"
     head, order = [f"{100 * b:.4g} %" for b in options.budget], np.argsort(logs.mean((1, 2)))
     rows = zip(head, (names[i] for i in best), (names[i] for i in oracle), _shown(ratios, ".2f"), strict=True)
@@ -217,25 +214,24 @@ def to_hindsight(options: Findings, kl: Divergences) -> tuple[str, Figure]:
         Table(("policy", *head), [(names[p], *_shown(logs[p], ".3g", ".2g")) for p in order]),
     ]
     drawn = [p for p in order if p in oracle or p in best or names[p] == "random"]
-    curves = {
-        names[p]: {b: Interval(*x) for b, *x in zip(options.budget, *_typical(logs[p]), strict=True)} for p in drawn
-    }
-    figure = _picture(options, title, curves, "divergence, nats (95 % interval)")
+    shown = {names[p]: _typical(logs[p]) for p in drawn}
+    figure = _picture(options, title, shown, "divergence, nats (95 % interval)")
     figure.axes[0].set_yscale("log")
     return _page(options, title, f"{first} methods", *tables), figure
 
 
-def _typical(logs: Float[np.ndarray, "*rest B"]) -> Interval:
-    """Geometric means over prompts, with 95 % intervals."""
-    return Interval(*map(np.exp, interval(logs)))
+def _typical(logs: Float[np.ndarray, "M B"]) -> list[Interval]:
+    """Geometric means over prompts at every budget, with 95 % intervals."""
+    return [Interval(*ends) for ends in zip(*map(np.exp, interval(logs)), strict=True)]
 
 
 def _shown(logs: Float[np.ndarray, "M B"], form: str, ends: str | None = None) -> list[str]:
-    return [cell(*x, form=form, ends=ends) for x in zip(*_typical(logs), strict=True)]
+    return [cell(*x, form=form, ends=ends) for x in _typical(logs)]
 
 
-def _picture(options: Findings, title: str, curves: Mapping[str, Any], ylabel: str) -> Figure:
-    figure = kvjax.plot.budget_curve(curves, ylabel=ylabel, several=False)
+def _picture(options: Findings, title: str, found: Mapping[str, Sequence[Interval]], ylabel: str) -> Figure:
+    points = {name: dict(zip(options.budget, each, strict=True)) for name, each in found.items()}
+    figure = kvjax.plot.budget_curve(points, ylabel=ylabel, several=False)
     return message(figure, title, f"{options.model}, {options.prompts} prompts of {options.length:,} tokens")
 
 

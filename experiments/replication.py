@@ -193,7 +193,7 @@ class Scores:
         return *self._compared(x, y), "{:.1f} to {:.1f}".format(*means)
 
     def _compared(self, x: np.ndarray, y: np.ndarray, scale: float = 1.0) -> tuple[stats.Comparison, float]:
-        compare = stats.compare_perplexity if self.likelihoods else stats.compare
+        compare = stats.COMPARE["nll" if self.likelihoods else "score"]
         return compare(x.tolist(), y.tolist(), [*self.contexts] * (len(x) // len(self.contexts))), scale
 
 

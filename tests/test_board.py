@@ -19,17 +19,8 @@ RUN = Shape(96, 32, 1, ())
 
 
 def number(method, share, value, budget="bytes-0.25"):
-    of = {
-        "method": method,
-        "budget": budget,
-        "kind": "score",
-        "value": value,
-        "low": 0.0,
-        "high": 1.0,
-        "live": 1,
-        "written": 3.0,
-    }
-    return {**of, "kv_of_full": share, "kv_bytes": 100, "kv_bytes_needed": 80}
+    of = {"method": method, "budget": budget, "kind": "score", "value": value, "low": 0.0, "high": 1.0, "live": 1}
+    return {**of, "written": 3.0, "kv_of_full": share, "kv_bytes": 100, "kv_bytes_needed": 80}
 
 
 def found(*numbers, **scores):
@@ -77,13 +68,8 @@ def test_bytes_that_no_method_can_work_at_are_refused():
 
 
 def test_a_table_has_the_best_first_and_what_costs_less():
-    every = [
-        number("a", 0.25, 0.5),
-        number("b", 0.25, 0.6),
-        number("think", 0.2, 0.7, "channels-0.5"),
-        number("fastgen", 0.6, 0.9, "T=0.98"),
-        number("full", 1.0, 1.0, "1.0"),
-    ]
+    every = [number("a", 0.25, 0.5), number("b", 0.25, 0.6), number("think", 0.2, 0.7, "channels-0.5")]
+    every += [number("fastgen", 0.6, 0.9, "T=0.98"), number("full", 1.0, 1.0, "1.0")]
     of = found(*every)
     made = board.table(of, 0.25)
     assert [row[0] for row in made.rows] == ["think channels-0.5", "b", "a"]
@@ -94,10 +80,8 @@ def test_a_table_has_the_best_first_and_what_costs_less():
 
 
 def test_wins_are_counted_over_all_pairs_and_what_the_best_beats_is_hollow():
-    numbers = (
-        number("full", 1.0, 1.0, "1.0"),
-        *(number(*x) for x in (("a", 0.25, 1.0), ("b", 0.25, 0.0), ("c", 0.25, 0.9))),
-    )
+    scores = {"a": 1.0, "b": 0.0, "c": 0.9}
+    numbers = number("full", 1.0, 1.0, "1.0"), *(number(name, 0.25, value) for name, value in scores.items())
     of = found(*numbers, full=[1.0] * 12, a=[1.0] * 12, b=[0.0] * 12, c=[1.0] * 11 + [0.0])
     assert [n["method"] for n in of.at(0.25)] == ["a", "c", "b"]
     assert board.wins(of, 0.25)[0] == [(1, 0), (1, 0), (0, 2)]
@@ -112,11 +96,8 @@ def test_wins_are_counted_over_all_pairs_and_what_the_best_beats_is_hollow():
 
 
 def test_the_title_is_of_bytes_at_which_most_methods_run():
-    numbers = (
-        number("full", 1.0, 1.0, "1.0"),
-        *(number(*x) for x in (("a", 0.25, 1.0), ("b", 0.25, 0.9))),
-        number("a", 0.1, 0.5, "bytes-0.1"),
-    )
+    numbers = [number("full", 1.0, 1.0, "1.0"), number("a", 0.25, 1.0), number("b", 0.25, 0.9)]
+    numbers.append(number("a", 0.1, 0.5, "bytes-0.1"))
     of = found(*numbers, full=[1.0] * 12, a=[1.0] * 12, b=[0.9] * 12)
     page = board.page(Board(bytes=(0.25, 0.1, 0.01)), {"in_prompt": of})
     assert page.startswith("# Of 2 methods at 25 % of the bytes")

@@ -9,17 +9,10 @@ from kvjax.experiments.core import stats, table
 
 
 def answer(method, index, output, question=0, budget="0.5", **changes):
-    made = {
-        "setting": "s",
-        "run": "r",
-        "line": 1,
-        "policy": method,
-        "variant": "",
-        "averaged": True,
-        "task": "summarise",
-    }
-    made |= {"method": method, "budget": budget, "index": index, "question": question, "context": index, "score": 0.0}
-    return made | {"metric": "contains", "output": output, "references": ["six seven"]} | changes
+    made = {"setting": "s", "run": "r", "line": 1, "policy": method, "variant": "", "averaged": True}
+    made |= {"task": "summarise", "method": method, "budget": budget, "index": index, "question": question}
+    made |= {"context": index, "score": 0.0, "metric": "contains", "output": output, "references": ["six seven"]}
+    return made | changes
 
 
 FULL = [answer("full", 0, "one two three four", budget="1.0"), answer("full", 1, "", budget="1.0")]

@@ -5,6 +5,7 @@ What learning found stands in `test_learn_budget.py`, the ledger of papers in `t
 
 import collections
 import csv
+import functools
 import gzip
 import inspect
 import json
@@ -19,7 +20,7 @@ import pytest
 from kvjax import methods
 from kvjax.experiments import findings
 from kvjax.experiments.bench.peers.report import short
-from kvjax.experiments.core import report_markdown, sources, table, views
+from kvjax.experiments.core import page, report_markdown, sources, table, views
 from tests.kept import SMOLLM2
 from tests.runs import ROOT
 
@@ -30,14 +31,11 @@ def read(*path):
     return json.loads(STORED.joinpath(*path).read_bytes())
 
 
-def percent(row, digits=1, names=("score", "low", "high")):
-    return "{} [{}, {}]".format(*(f"{100 * row[name]:.{digits}f}" for name in names))
-
-
 def line(*cells):
     return f"| {' | '.join(cells)} |"
 
 
+@functools.cache
 def main_job():
     """From the run's own lines."""
     with tempfile.TemporaryDirectory() as folder:
@@ -47,23 +45,24 @@ def main_job():
         shutil.copy(STORED / "main_job" / "manifest.json", run)
         found = sources.read([run])
     numbers = table.numbers(found.lines)
-    assert len(found.lines) == 9 * 5 * 48
     text = report_markdown.text(views.views(numbers, found), found, STORED, "")
     assert text.partition("## Runs")[0].strip() == (STORED / "main_job" / "report.md").read_text().strip()
     names = {"full": "full cache", "snapkv": "SnapKV", "ada_snapkv": "Ada-SnapKV", "streaming_llm": "StreamingLLM"}
     by_task = {task: own.to_dict("records") for task, own in numbers.groupby("task")}
-    for row, other in zip(by_task["average"], by_task["perplexity"], strict=True):
-        method, whole = row["method"], row["method"] == "full"
-        yield line(
-            {**names, "h2o": "H2O"}.get(method, method), f"{100 * float(row['budget']):g} %",
-            percent(row, names=("value", "low", "high")), f"{other['value']:.2f}",
-            "100 %" if whole else f"{100 * row['kv_of_full']:.1f} %",
-        )  # fmt: skip
+    return [
+        line(
+            {**names, "h2o": "H2O"}.get(row["method"], row["method"]), f"{100 * float(row['budget']):g} %",
+            page.scored(row), page.Cell(page.scored(other)).value,
+            "100 %" if row["method"] == "full" else f"{100 * row['kv_of_full']:.1f} %",
+        )
+        for row, other in zip(by_task["average"], by_task["perplexity"], strict=True)
+    ]  # fmt: skip
 
 
 def pooling():
     """What decides beside all methods: runs of one method each."""
-    of = {name: percent(run["retrieval_mean"][1]) for name, run in read("main_job", "parts_of_policies.json").items()}
+    stored = {name: run["retrieval_mean"][1] for name, run in read("main_job", "parts_of_policies.json").items()}
+    of = {name: page.percent(row["score"], row["low"], row["high"]) for name, row in stored.items()}
     (whole,) = (row.split(" | ")[2].split()[0] for row in main_job() if row.startswith("| SnapKV | 25 % |"))
     yield f"it falls from {whole} to {of['snapkv_unpooled']} %"
     yield f"reaches the same {of['nacl_voters']} %"

@@ -56,6 +56,11 @@ def test_differences_of_proportions_are_covered(won, lost):
     assert mass >= 0.93
 
 
+def test_rows_that_differ_seldom_are_covered():
+    drawn = np.random.default_rng(0).choice([-1 / 3, 0, 1 / 3], (RUNS, 25), p=[0.02, 0.94, 0.04])
+    assert np.mean([covered(compare(np.maximum(d, 0), np.maximum(-d, 0)), 0.02 / 3) for d in drawn]) >= 0.93
+
+
 @pytest.mark.parametrize("units", [4, 25])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_fractional_scores_are_covered(units, rows):
@@ -68,18 +73,6 @@ def test_fractional_scores_are_covered(units, rows):
     assert 0.9 <= differing <= 0.995
     if clusters is not None:  # what is lost where rows of one context are taken for independent ones
         assert np.mean([covered(interval(x), 0.6) for x in runs]) < 0.85
-
-
-@pytest.mark.parametrize(("units", "rows"), [(7, 1), (25, 4)])
-def test_p_values_are_uniform_where_there_is_no_effect(units, rows):
-    rng = np.random.default_rng(1)
-    clusters = None if rows == 1 else np.repeat(np.arange(units), rows)
-    scores = rng.uniform(size=(2, RUNS, units)).repeat(rows, axis=2)
-    p = np.array([compare(x, y, clusters).p for x, y in scores.swapaxes(0, 1)])
-    for level in (0.05, 0.2, 0.5, 0.8):
-        assert np.mean(p <= level) == pytest.approx(
-            level, abs=3 * np.sqrt(level * (1 - level) / RUNS) + 2 ** (1 - units)
-        )
 
 
 @pytest.mark.parametrize("discordant", [1, 6, 11])
@@ -114,13 +107,9 @@ def test_equal_scores_leave_room_for_others():
     assert compare_perplexity([1.0], [2.0]).high == np.inf
 
 
-def test_rows_of_a_cluster_count_as_they_are_and_their_order_does_not():
+def test_rows_of_a_cluster_count_as_they_are():
     scores, clusters = np.array([0.2, 0.4, 0.6, 1.0, 0.0]), np.array(["a", "b", "a", "b", "b"])
-    order = [3, 1, 4, 0, 2]
     assert interval(scores, clusters).mean == pytest.approx(scores.mean())
-    assert interval(scores, clusters) == pytest.approx(interval(scores[order], clusters[order]))
-    many = np.random.default_rng(0).uniform(size=30)
-    assert interval(many, range(30)) == interval(many)
 
 
 def test_the_order_of_rows_enters_no_number():
@@ -134,7 +123,7 @@ def test_the_order_of_rows_enters_no_number():
             lambda x, y, c, t: (compare_perplexity(x, y), compare_perplexity(x, y, c), stats.perplexity(x, c)),
             lambda x, y, c, t: (stats.mean(x), analysis.interval(x), stats.median(x), stats.wilson(x)),
         ):
-            orders = [np.arange(n), *(rng.permutation(n) for _ in range(11))]
+            orders = [np.arange(n), *(rng.permutation(n) for _ in range(5))]
             assert len({str(call(*(a[o] for a in (x, y, c, t)))) for o in orders}) == 1, (n, kind)
 
 
@@ -153,12 +142,6 @@ def test_an_interval_holds_0_exactly_where_its_test_does_not_rule_it_out(confide
         assert (c.low <= 0 <= c.high) == (c.verdict == "undecided"), (d, c)
         seen.add((c.test, c.verdict))
     assert len(seen) >= 4
-
-
-def test_rows_that_differ_seldom_are_covered():
-    rng = np.random.default_rng(0)
-    drawn = rng.choice([-1 / 3, 0, 1 / 3], (RUNS, 25), p=[0.02, 0.94, 0.04])
-    assert np.mean([covered(compare(np.maximum(d, 0), np.maximum(-d, 0)), 0.02 / 3) for d in drawn]) >= 0.93
 
 
 def test_tasks_weigh_the_same():

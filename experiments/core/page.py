@@ -10,11 +10,7 @@ from typing import Any
 
 
 def cell(
-    value: float | None,
-    low: float | None = None,
-    high: float | None = None,
-    form: str = ".1f",
-    ends: str | None = None,
+    value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f", ends: str | None = None
 ) -> str:
     """A number and its interval, such as "62.5 [45.3, 77.1]".
 
@@ -55,7 +51,8 @@ def difference(likely: bool, value: float, low: float, high: float) -> str:
     """A difference with its interval: of log-likelihoods the ratio of perplexities, of scores their points."""
     if not likely:
         return percent(value, low, high, "+.1f")
-    return f"\N{MULTIPLICATION SIGN}{cell(*(math.exp(x) if x < 700 else math.inf for x in (value, low, high)), '.3f')}"
+    ratios = (math.exp(x) if x < 700 else math.inf for x in (value, low, high))
+    return f"\N{MULTIPLICATION SIGN}{cell(*ratios, form='.3f')}"
 
 
 class Name(str):

@@ -45,20 +45,22 @@ def wilson(scores: Sequence[float], confidence: float = 0.95) -> Interval:
     return Interval(p, min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half)))
 
 
-def mean(values: Sequence[float], clusters: Labels = None, confidence: float = 0.95) -> Interval:
+def mean(values: Sequence[float], clusters: Labels = None, confidence: float = 0.95, tasks: Labels = None) -> Interval:
     """Mean of any numbers and its Student-t interval, infinitely wide for a single one.
 
     Assumes that means are nearly normal.
 
     Raises:
-      ValueError: no values, or another number of clusters than of values.
+      ValueError: no values, or another number of clusters or tasks than of values.
     """
-    return _student(_units(_values("values", values), clusters), confidence)
+    return _student(_units(_values("values", values), clusters, tasks), confidence)
 
 
-def perplexity(nll: Sequence[float], clusters: Labels = None, confidence: float = 0.95) -> Interval:
+def perplexity(
+    nll: Sequence[float], clusters: Labels = None, confidence: float = 0.95, tasks: Labels = None
+) -> Interval:
     """Perplexity from the mean negative log-likelihoods of examples: `mean`, in log space."""
-    return Interval(*(float(np.exp(x)) for x in mean(nll, clusters, confidence)))
+    return Interval(*(float(np.exp(x)) for x in mean(nll, clusters, confidence, tasks)))
 
 
 def interval(
@@ -195,7 +197,11 @@ def compare(
 
 
 def compare_perplexity(
-    nll: Sequence[float], baseline: Sequence[float], clusters: Labels = None, confidence: float = 0.95
+    nll: Sequence[float],
+    baseline: Sequence[float],
+    clusters: Labels = None,
+    confidence: float = 0.95,
+    tasks: Labels = None,
 ) -> Comparison:
     """Whether text is more likely than under a baseline, on the same rows.
 
@@ -208,15 +214,21 @@ def compare_perplexity(
       baseline: of the same rows, in the same order.
       clusters: the text of each row, if some rows share theirs.
       confidence: of the interval and the verdict.
+      tasks: the task of each row, if rows are of several that weigh the same.
 
     Raises:
-      ValueError: no rows, numbers of rows that differ, values that are not finite, another number of clusters than of
-        rows, or a confidence outside (0, 1).
+      ValueError: no rows, numbers of rows that differ, values that are not finite, another number of clusters or tasks
+        than of rows, or a confidence outside (0, 1).
     """
     x, y = _finite("nll", nll), _finite("baseline", baseline)
     _same_rows(x, y)
     confidence = probability("confidence", confidence)
-    return _paired(_units(y - x, clusters), math.inf, len(x), confidence)
+    return _paired(_units(y - x, clusters, tasks), math.inf, len(x), confidence)
+
+
+INTERVAL: Final = {"score": interval, "nll": perplexity}
+COMPARE: Final = {"score": compare, "nll": compare_perplexity}
+"""What is asked of values of a kind: scores in [0, 1], or mean negative log-likelihoods."""
 
 
 def adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:

@@ -136,9 +136,7 @@ def _table(
         cell = {"setting": setting, "method": method, "budget": budget, "task": task, "kind": kind, "n": len(group)}
         of_task = tasks if task == AVERAGE else None
         values, contexts = group["value"].tolist(), clusters(group)
-        interval = (
-            stats.perplexity(values, contexts) if kind == "nll" else stats.interval(values, contexts, tasks=of_task)
-        )
+        interval = stats.INTERVAL[kind](values, contexts, tasks=of_task)
         cell |= dict(zip(("value", "low", "high"), interval, strict=True)) | _costs(group)
         cell["metrics"] = ", ".join(sorted({*group["metric"].dropna()}))
         cell["parts"] = ", ".join(dict.fromkeys(tasks)) if task == AVERAGE else ""
@@ -147,10 +145,7 @@ def _table(
         beside = [baseline.get(key) for key, _ in _keyed(group)]
         if not is_full(method) and all(b is not None for b in beside):
             theirs = [b for b in beside if b is not None]
-            if kind == "nll":
-                compared.append((cell, stats.compare_perplexity(values, theirs, contexts)))
-            else:
-                compared.append((cell, stats.compare(values, theirs, contexts, tasks=of_task)))
+            compared.append((cell, stats.COMPARE[kind](values, theirs, contexts, tasks=of_task)))
         made.append(cell)
         done()
     for (cell, _), c in zip(compared, stats.adjusted([c for _, c in compared]), strict=True):

@@ -230,13 +230,6 @@ def probability(c: Number) -> str:
     return "< 0.001" if c["p"] < 0.001 else f"{c['p']:.3f}"
 
 
-def searched(row: Sequence[str | Cell]) -> str:
-    """What a row is found by: names, as they are and in words, and a verdict."""
-    name, at, *others = row
-    said = [x if isinstance(x, Name) else x.kind for x in others if isinstance(x, Name | Cell)]
-    return " ".join(x for x in (method(str(name)), str(at), budget(str(at)), *said) if x)
-
-
 def budget(name: str) -> str:
     """A label of a budget in words."""
     if not has_budget(name):
@@ -279,7 +272,7 @@ def html(
         loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent), autoescape=True, trim_blocks=True,
         undefined=jinja2.StrictUndefined, lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {f.__name__: f for f in (scored, beside, probability, budget, method, searched, words)}
+    environment.filters |= {f.__name__: f for f in (scored, beside, probability, budget, method, words)}
     count = sum(len(view.numbers) for view in shown)
     fitting = max(0, min(most, _SAMPLE_BYTES // (300 * max(count, 1))))
     of = found.lines.groupby([*NUMBER], sort=False)
