@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 NAMES = tuple(
     """
@@ -66,20 +66,7 @@ FUNCTION_WORDS = tuple(
     """.split()
 )
 
-VOCABULARY = (
-    PAD,
-    BOS,
-    EOS,
-    UNK,
-    *DIGITS,
-    *FUNCTION_WORDS,
-    *PREPOSITIONS,
-    *ADVERBS,
-    *VERBS,
-    *ADJECTIVES,
-    *NOUNS,
-    *NAMES,
-)
+VOCABULARY = (*SPECIAL, *DIGITS, *FUNCTION_WORDS, *PREPOSITIONS, *ADVERBS, *VERBS, *ADJECTIVES, *NOUNS, *NAMES)
 WORD_ID = {word: i for i, word in enumerate(VOCABULARY)}
 
 _CLASSES = {"A": ADJECTIVES, "N": NOUNS, "V": VERBS, "P": PREPOSITIONS, "D": ADVERBS}
@@ -154,6 +141,18 @@ def answer(phrasing: Phrasing, names: Sequence[str], values: Sequence[Sequence[s
 def draw_value(rng: np.random.Generator, num_digits: int = 4) -> list[str]:
     """Different digits, so that one digit determines the next within a value."""
     return [DIGITS[i] for i in rng.permutation(10)[:num_digits]]
+
+
+def draw_facts(rng: np.random.Generator, count: int) -> tuple[list[str], list[list[str]]]:
+    """So many different names, and a value of each."""
+    names = [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
+    return names, [draw_value(rng) for _ in names]
+
+
+def draw_phrasings(rng: np.random.Generator) -> tuple[Phrasing, Phrasing]:
+    """How facts are stated, and how they are asked for."""
+    stated, asked = (PHRASINGS[i] for i in rng.integers(len(PHRASINGS), size=2))
+    return stated, asked
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from kvjax.pallas_kernels.columns import ROUNDING
 from tests.tensors import live_positions, qkv, token_ids
 
 SIZES = {"vocab_size": 61, "embed_dim": 16, "mlp_dim": 24, "num_layers": 3, "num_query_heads": 2, "num_kv_heads": 2}
-BIAS = np.arange(2 * 4 * 23).reshape(2, 4, 23) % 7 / 2
+BIAS = jnp.arange(2 * 4 * 23).reshape(2, 4, 23) % 7 / 2
 CONFIGS = {
     "alibi": MPTConfig(**SIZES, head_dim=8, activation="gelu", tie_embeddings=True, steepest=2.0),
     "learned": GPT2Config(**SIZES, head_dim=8, activation="gelu", max_position=48),
@@ -118,7 +118,7 @@ def test_a_model_without_output_projection_is_refused(tiny):
 
 
 def test_interval():
-    np.testing.assert_allclose(interval(np.array([1.0, 2.0, 3.0])), (2.0, 4.302653 / np.sqrt(3)), rtol=1e-6)
+    np.testing.assert_allclose(interval(np.array([[1.0, 2.0, 3.0]])), [[2.0], [4.302653 / np.sqrt(3)]], rtol=1e-6)
     assert interval(np.ones((2, 1)))[1].tolist() == [0.0, 0.0]
 
 

@@ -11,42 +11,15 @@ import numpy as np
 import pytest
 
 from kvjax.experiments import corpus, tasks
-from kvjax.experiments.tasks import Task, ruler
-from kvjax.experiments.tasks.multi_turn import multi_turn, multi_turn_key_value
-from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle, needle_number, two_instructions
-from kvjax.experiments.tasks.perplexity import (
-    continuation,
-    evicted_perplexity,
-    sliding_perplexity,
-    streaming_perplexity,
-    summary,
-)
-from kvjax.experiments.tasks.rows import dialogue, reconstruction, summarise
-from kvjax.experiments.tasks.ruler import (
-    COMMON,
-    cwe,
-    fwe,
-    niah_multikey_1,
-    niah_multikey_2,
-    niah_multikey_3,
-    niah_multiquery,
-    niah_multivalue,
-    niah_single_1,
-    niah_single_2,
-    niah_single_3,
-    qa_1,
-    qa_2,
-    vt,
-)
+from kvjax.experiments.tasks import RULER, TASKS, Task, ruler
+from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle
 from kvjax.experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
 
 LENGTH = 1500
-RULER = (
-    niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multivalue,
-    niah_multiquery, vt, cwe, fwe,
-)  # fmt: skip
-OVER_TEXT = (*RULER, needle, needle_number, two_instructions, multi_turn, multi_turn_key_value, reconstruction)
-PERPLEXITY = sliding_perplexity, streaming_perplexity, evicted_perplexity
+PERPLEXITY = "sliding_perplexity", "streaming_perplexity", "evicted_perplexity"
+OVER_ROWS = "summarise", "dialogue", "qa_1", "qa_2"
+HIDING = "needle", "needle_number", "two_instructions", "multi_turn", "multi_turn_key_value", "reconstruction"
+OVER_TEXT = (*(name for name in RULER if name not in OVER_ROWS), *HIDING)
 ROWS = tuple(
     {
         "context": f"In the year {1800 + i} the town of Hill{i} built a mill. It stood by the river for {i} years.",
@@ -60,7 +33,6 @@ ROWS = tuple(
     }
     for i in range(80)
 )
-OVER_ROWS = summarise, dialogue, qa_1, qa_2
 
 
 class Tokenizer:
@@ -112,53 +84,54 @@ def wonderwords(monkeypatch):
 # --- laws of all tasks ---
 
 
+def made(name: str, index: int, **options):
+    """An example of a task, over rows where it takes some."""
+    return TASKS[name](task(rows=ROWS if name in OVER_ROWS else (), **options), index)
+
+
 @pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])
-@pytest.mark.parametrize("build", [*OVER_TEXT, *PERPLEXITY, *OVER_ROWS], ids=lambda b: b.__name__)
-def test_examples_are_reproducible_and_as_long_as_wanted(build, text):
-    rows = ROWS if build in OVER_ROWS else ()
+@pytest.mark.parametrize("name", [*OVER_TEXT, *PERPLEXITY, *OVER_ROWS])
+def test_examples_are_reproducible_and_as_long_as_wanted(name, text):
     for index in range(2):
-        e = build(task(text=text, rows=rows), index)
-        assert e == build(task(text=text, rows=rows), index)
-        assert (e.task, e.index, e.context[0]) == (build.__name__, index, 0)
+        e = made(name, index, text=text)
+        assert e == made(name, index, text=text)
+        assert (e.task, e.index, e.context[0]) == (name, index, 0)
         assert e.questions
-        room = max(q.max_new_tokens for q in e.questions) if build in (*RULER, qa_1, qa_2, reconstruction) else 0
+        room = max(q.max_new_tokens for q in e.questions) if name in (*RULER, "reconstruction") else 0
         total = len(e.context) + max(len(q.ids) + len(q.continuation) for q in e.questions) + room
-        length = min(dict(e.meta)["length"], LENGTH) if build in (needle, needle_number) else LENGTH
+        length = dict(e.meta)["length"] if name in ("needle", "needle_number") else LENGTH
         assert total <= length
-        if build not in (summarise, dialogue):
+        if name not in ("summarise", "dialogue"):
             assert total > length - 130  # a unit of the largest: a document, or a sentence twice
         for q in e.questions:
             assert bool(q.references) == bool(q.max_new_tokens) == (not q.continuation)
-    assert build(task(text=text, rows=rows), 0) != build(task(text=text, rows=rows), 1)
-    if build not in (*PERPLEXITY, summarise, dialogue) or not (text or rows):
-        assert build(task(text=text, rows=rows, seed=1), 0) != build(task(text=text, rows=rows), 0)
+    assert made(name, 0, text=text) != made(name, 1, text=text)
+    if name not in (*PERPLEXITY, "summarise", "dialogue") or not (text or name in OVER_ROWS):
+        assert made(name, 0, text=text, seed=1) != made(name, 0, text=text)
 
 
 @pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])
-@pytest.mark.parametrize("build", [*OVER_TEXT, qa_1, qa_2], ids=lambda b: b.__name__)
-def test_answers_stand_in_the_context(build, text):
-    for index in range(3):
-        e = build(task(text=text, rows=ROWS if build in OVER_ROWS else ()), index)
+@pytest.mark.parametrize("name", [*OVER_TEXT, "qa_1", "qa_2"])
+def test_answers_stand_in_the_context(name, text):
+    for e in (made(name, index, text=text) for index in range(3)):
         for q in e.questions:
             for reference in q.references:
                 times = text_of(e).count(reference)
-                assert times >= 1
-                if build not in (vt, cwe, fwe):  # whose answers are counted and traced
-                    assert times == 1
+                assert times == 1 or (times and name in ("vt", "cwe", "fwe"))  # whose answers are counted and traced
                 assert reference not in TOKENIZER.decode(q.ids)
 
 
-@pytest.mark.parametrize("build", [*OVER_TEXT, *PERPLEXITY, *OVER_ROWS], ids=lambda b: b.__name__)
-def test_lengths_that_are_too_small_are_refused(build):
-    small = 1 if build in PERPLEXITY else 9
-    with pytest.raises(ValueError, match=rf"{build.__name__}.* length={small};|facts need .* give --length"):
-        build(task(small, rows=ROWS if build in OVER_ROWS else ()), 0)
+@pytest.mark.parametrize("name", [*OVER_TEXT, *PERPLEXITY, *OVER_ROWS])
+def test_lengths_that_are_too_small_are_refused(name):
+    small = 1 if name in PERPLEXITY else 9
+    with pytest.raises(ValueError, match=rf"{name}.* length={small};|facts need .* give --length"):
+        made(name, 0, length=small)
 
 
-@pytest.mark.parametrize("build", [needle, niah_single_2, reconstruction, *PERPLEXITY], ids=lambda b: b.__name__)
-def test_texts_that_are_too_short_are_refused(build):
-    with pytest.raises(ValueError, match=rf"{build.__name__}.* \d+ .*length[= ]{LENGTH}.*(give more|more text)"):
-        build(task(text=TEXT[:1000]), 0)
+@pytest.mark.parametrize("name", ["needle", "niah_single_2", "reconstruction", *PERPLEXITY])
+def test_texts_that_are_too_short_are_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}.* \d+ .*length[= ]{LENGTH}.*(give more|more text)"):
+        made(name, 0, text=TEXT[:1000])
 
 
 # --- needles ---
@@ -187,7 +160,7 @@ def test_needles_stand_at_their_depth_after_a_sentence():
         assert meta["length"] == LENGTHS[e.index % len(LENGTHS)] * LENGTH
         start = int(meta["needle_at"])
         assert SANDWICH.fact in TOKENIZER.decode(e.context[start : start + int(meta["needle_tokens"])])
-    e = needle_number(task(text=TEXT), 1, lengths=(900, 0.5), depths=(0.5,))
+    e = tasks.needle_number(task(text=TEXT), 1, lengths=(900, 0.5), depths=(0.5,))
     assert sum(city in text_of(e) for city in CITIES) == 1
     assert dict(e.meta)["length"] == 0.5 * LENGTH
 
@@ -214,27 +187,17 @@ def test_grids_that_cannot_be_are_refused(options, message):
 # --- RULER ---
 
 
-@pytest.mark.parametrize(
-    ("build", "hidden", "asked"),
-    [
-        (niah_single_1, 1, 1),
-        (niah_single_2, 1, 1),
-        (niah_single_3, 1, 1),
-        (niah_multikey_1, 4, 1),
-        (niah_multikey_2, None, 1),
-        (niah_multikey_3, None, 1),
-        (niah_multivalue, 4, 4),
-        (niah_multiquery, 4, 4),
-    ],
-)
-def test_rulers_needles(build, hidden, asked):
-    e = build(task(text=TEXT), 0)
+@pytest.mark.parametrize("name", ruler.HIDDEN)
+def test_rulers_needles(name):
+    hidden = 4 if name in ("niah_multikey_1", "niah_multivalue", "niah_multiquery") else 1
+    asked = 4 if name in ("niah_multivalue", "niah_multiquery") else 1
+    e = made(name, 0, text=TEXT)
     (q,) = e.questions
     needles = re.findall(r"One of the special magic (\w+) for (\S+) is: (\S+)\.", text_of(e))
     keys, values = [key for _, key, _ in needles], [value for *_, value in needles]
     assert len(set(values)) == len(values)
-    assert len(needles) == hidden if hidden else len(needles) > 10
-    assert len(set(keys)) == (1 if build is niah_multivalue else len(keys))
+    assert len(needles) > 10 if name in ("niah_multikey_2", "niah_multikey_3") else len(needles) == hidden
+    assert len(set(keys)) == (1 if name == "niah_multivalue" else len(keys))
     assert len(q.references) == asked
     assert {key for key, value in zip(keys, values, strict=True) if value in q.references} == {
         key for key in keys if f" {key} " in TOKENIZER.decode(q.ids).replace(",", " ")
@@ -250,7 +213,7 @@ def test_rulers_needles(build, hidden, asked):
 
 def test_tracked_variables_have_the_value_that_is_asked_for():
     for index in range(3):
-        e = vt(task(), index)
+        e = tasks.vt(task(), index)
         (q,) = e.questions
         wanted = re.search(r"value (\d+) in", TOKENIZER.decode(q.ids))[1]
         values: dict[str, str] = {}
@@ -265,7 +228,7 @@ def test_tracked_variables_have_the_value_that_is_asked_for():
 
 @pytest.mark.parametrize(("length", "often", "seldom"), [(LENGTH, 6, 1), (4096, 30, 3)])
 def test_common_words_are_more_frequent_than_all_others(length, often, seldom):
-    e = cwe(task(length), 0)
+    e = tasks.cwe(task(length), 0)
     (q,) = e.questions
     before, listed = text_of(e).removeprefix("<bos>").split("appear most often.\n")[1:]
     entries = re.findall(r"(\d+)\. (\w+)", listed)
@@ -275,12 +238,12 @@ def test_common_words_are_more_frequent_than_all_others(length, often, seldom):
     assert {words.count(w) for w in words} == {often, seldom}
     shown, answer = before.split("\nQuestion")
     shown, answer = re.findall(r"\. (\w+)", shown), re.findall(r"\d\. (\w+)", answer)
-    assert len(answer) == len(q.references) == COMMON
+    assert len(answer) == len(q.references) == 10
     assert {shown.count(w) for w in answer} == {10 if length == 4096 else 3}
 
 
 def test_frequent_words_are_the_most_frequent():
-    e = fwe(task(), 0)
+    e = tasks.fwe(task(), 0)
     listed = text_of(e).partition("coded words. ")[2].split()
     counts = {word: listed.count(word) for word in set(listed)}
     ranked = sorted(counts, key=counts.__getitem__, reverse=True)
@@ -292,14 +255,14 @@ def test_frequent_words_are_the_most_frequent():
 
 def test_questions_over_rows_have_their_documents_among_those_of_the_same_title():
     rows = tuple({**row, "title": "odd" if i % 2 else "even"} for i, row in enumerate(ROWS))
-    e = qa_1(task(rows=rows), 4)
+    e = tasks.qa_1(task(rows=rows), 4)
     held = [int(i) for i in re.findall(r"town of Hill(\d+)", text_of(e))]
     assert 4 in held
     assert len(held) > 10
     assert all(i % 2 == 0 for i in held)
     pairs = [{"title": [f"T{i}", f"U{i}"], "sentences": [["One.", " Two."], [f"It is {i}."]]} for i in range(80)]
     rows = tuple({"context": c, "question": "Which?", "answer": str(i)} for i, c in enumerate(pairs))
-    e = qa_2(task(rows=rows), 7)
+    e = tasks.qa_2(task(rows=rows), 7)
     assert "T7\nOne. Two.\n" in text_of(e)
     assert "U7\nIt is 7." in text_of(e)
     assert e.questions[0].references == ("7",)
@@ -320,7 +283,7 @@ def test_wonderwords_has_the_words():
 # --- several questions, text, rows ---
 
 
-@pytest.mark.parametrize("build", [multi_turn, multi_turn_key_value])
+@pytest.mark.parametrize("build", [tasks.multi_turn, tasks.multi_turn_key_value])
 def test_turns_ask_different_questions_of_one_context(build):
     e = build(task(text=TEXT), 0, turns=7)
     assert len(e.questions) == len({q.ids for q in e.questions}) == len({q.references for q in e.questions}) == 7
@@ -330,20 +293,20 @@ def test_turns_ask_different_questions_of_one_context(build):
 
 def test_windows_and_documents_tile_the_text():
     ids = TOKENIZER.encode(TEXT)
-    scored = [t for i in range(5) for t in sliding_perplexity(task(101, text=TEXT), i).questions[0].continuation]
+    scored = [t for i in range(5) for t in tasks.sliding_perplexity(task(101, text=TEXT), i).questions[0].continuation]
     assert scored == ids[50 : 50 + 250]  # after the first prompt, of 51 tokens with BOS
-    for build, most, cut in ((streaming_perplexity, 25, 25), (evicted_perplexity, 400, 144)):
-        length = 4 * most if build is streaming_perplexity else most
+    for build, most, cut in ((tasks.streaming_perplexity, 25, 25), (tasks.evicted_perplexity, 400, 144)):
+        length = 4 * most if build is tasks.streaming_perplexity else most
         found = [build(task(length, text=TEXT), i) for i in range(3)]
         assert {len(e.context) for e in found} == {cut}
         read = [t for e in found for t in (*e.context[1:], *e.questions[0].continuation)]
         assert read == ids[: 3 * (length - 1)]
     with pytest.raises(ValueError, match=rf"there are {(len(ids) - 100) // 50 + 1} examples of length 101"):
-        sliding_perplexity(task(101, text=TEXT), 10**4)
+        tasks.sliding_perplexity(task(101, text=TEXT), 10**4)
 
 
 def test_a_continuation_is_judged_by_how_the_text_goes_on():
-    e = continuation(task(101, text=TEXT, tokenizer=TOKENIZER), 1, max_new_tokens=12)
+    e = tasks.continuation(task(101, text=TEXT, tokenizer=TOKENIZER), 1, max_new_tokens=12)
     ids = TOKENIZER.encode(TEXT)[100:200]
     assert e.context[1:] == tuple(ids[:88])
     assert e.questions[0].references == (TOKENIZER.decode(ids[88:]),)
@@ -351,16 +314,16 @@ def test_a_continuation_is_judged_by_how_the_text_goes_on():
 
 
 def test_a_summary_is_asked_for_behind_as_much_text_as_fits():
-    e = summary(task(101, text=TEXT, tokenizer=TOKENIZER), 1, max_new_tokens=12)
+    e = tasks.summary(task(101, text=TEXT, tokenizer=TOKENIZER), 1, max_new_tokens=12)
     (asked,) = e.questions
     assert asked.references == (TOKENIZER.decode(TOKENIZER.encode(TEXT)[100 : 200 - len(asked.ids)]),)
     assert TOKENIZER.decode(e.context[1:]) == asked.references[0]
     with pytest.raises(ValueError, match=r"summary: two tokens of text and the request need \d+ tokens"):
-        summary(task(9, text=TEXT, tokenizer=TOKENIZER), 0)
+        tasks.summary(task(9, text=TEXT, tokenizer=TOKENIZER), 0)
 
 
 def test_both_instructions_stand_ahead_of_the_text():
-    e = two_instructions(task(text=TEXT), 0)
+    e = tasks.two_instructions(task(text=TEXT), 0)
     ahead = text_of(e).partition("\n\n")[0]
     assert len(e.questions) == 2
     for q in e.questions:
@@ -370,7 +333,7 @@ def test_both_instructions_stand_ahead_of_the_text():
 
 def test_documents_that_are_too_long_lose_their_middle():
     assert cut_middle(range(10), 5) == (0, 1, 7, 8, 9)
-    e = summarise(task(101, rows=({"article": TEXT, "highlights": "Short."},)), 0)
+    e = tasks.summarise(task(101, rows=({"article": TEXT, "highlights": "Short."},)), 0)
     assert text_of(e).startswith("<bos>Summarize the following text.\n\nText:\nSentence number 0")
     assert text_of(e).endswith(TEXT[-20:])
     assert len(e.context) + len(e.questions[0].ids) == 101
@@ -379,36 +342,36 @@ def test_documents_that_are_too_long_lose_their_middle():
 
 
 def test_the_last_turn_of_a_dialogue_is_asked_for():
-    e = dialogue(task(rows=ROWS), 5)
+    e = tasks.dialogue(task(rows=ROWS), 5)
     assert text_of(e) == "<bos>Ada and Bo talk about Hill5.\nAda: Do you know Hill5?\nBo: It has a mill.\n"
     assert (TOKENIZER.decode(e.questions[0].ids), e.questions[0].references) == ("Ada:", ("Since 1805?",))
     chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}
-    e = dialogue(task(rows=(chat,)), 0)
+    e = tasks.dialogue(task(rows=(chat,)), 0)
     assert (text_of(e), TOKENIZER.decode(e.questions[0].ids)) == ("<bos>user: Hi\n", "assistant:")
     long = {"dialogue": [f"turn {i}" for i in range(50)]}
-    e = dialogue(task(60, rows=(long,)), 0)
+    e = tasks.dialogue(task(60, rows=(long,)), 0)
     assert text_of(e).endswith("A: turn 48\n")
     assert dict(e.meta)["cut"] == 49 - text_of(e).count("\n")
 
 
 @pytest.mark.parametrize(
-    ("build", "row", "message"),
+    ("name", "row", "message"),
     [
-        (summarise, {"summary": "s"}, r"row 0: has none of the fields article, .*; it has summary"),
-        (summarise, {"article": " ", "summary": "s"}, r"row 0: .* must be text, not ' '"),
-        (summarise, {"article": "a b c d", "highlights": []}, r"row 0: .* must be text or a list of texts"),
-        (dialogue, {"dialogue": ["one"]}, r"row 0: there must be a list of at least 2 turns"),
-        (dialogue, {"dialogue": ["a", "b"], "speakers": ["A"]}, r"row 0: 2 turns, but 1 speakers"),
-        (dialogue, {"dialogue": ["a", ""]}, r"row 0: every turn must be text"),
-        (qa_1, {"question": "q", "answers": ["a"], "context": {"title": ["t"]}}, r"row 0: context must be text, or"),
-        (qa_1, {"question": "q", "answers": {"text": []}}, r"row 0: answers or answer must be text or a list of texts"),
+        ("summarise", {"summary": "s"}, r"has none of the fields article, .*; it has summary"),
+        ("summarise", {"article": " ", "summary": "s"}, r".* must be text, not ' '"),
+        ("summarise", {"article": "a b c d", "highlights": []}, r".* must be text or a list of texts"),
+        ("dialogue", {"dialogue": ["one"]}, r"there must be a list of at least 2 turns"),
+        ("dialogue", {"dialogue": ["a", "b"], "speakers": ["A"]}, r"2 turns, but 1 speakers"),
+        ("dialogue", {"dialogue": ["a", ""]}, r"every turn must be text"),
+        ("qa_1", {"question": "q", "answers": ["a"], "context": {"title": ["t"]}}, r"context must be text, or"),
+        ("qa_1", {"question": "q", "answers": {"text": []}}, r"answers or answer must be text or a list of texts"),
     ],
 )
-def test_rows_that_lack_something_are_named(build, row, message):
-    with pytest.raises(ValueError, match=message):
-        build(task(rows=(row,)), 0)
+def test_rows_that_lack_something_are_named(name, row, message):
+    with pytest.raises(ValueError, match=f"row 0: {message}"):
+        TASKS[name](task(rows=(row,)), 0)
     with pytest.raises(ValueError, match=r"needs \d+ rows.*the data have 0"):
-        build(task(), 3)
+        TASKS[name](task(), 3)
 
 
 def test_a_form_over_a_file_names_its_bad_rows(tmp_path):

@@ -298,6 +298,6 @@ def plot_token_survival(d: Arrays) -> Figure:
     right.set_title(f"in some of {d.num_layers} layers")
     right.legend(frameon=False)
     at = len(d.budgets) // 2
-    kept, alone = percent(float(d.in_a_head[0, at].mean())), percent(float(if_independent(d.budgets[at], d.num_heads)))
+    kept, alone = percent(float(d.in_a_head[0, at].mean())), percent(float(if_independent(d.budgets, d.num_heads)[at]))
     text = f"At {percent(d.budgets[at])}, NaCl keeps {kept} of the tokens in some head,\nindependent heads {alone}"
     return message(figure, text, "NaCl, section 6.4")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
 from kvjax import Evict, analysis
@@ -267,23 +267,20 @@ def scope_size(
     if n < 2:
         raise ValueError(f"{prompts.length} tokens less a continuation of {continuation} leave {n} to evict; use more")
     budgets = budgets_of(shares, n, most=n)
-    grid = [(kind, b, int(size * b + 1e-9)) for kind in (False, True) for b in budgets.tolist() for size in sizes]
-    policies = [scoped(b, size, by_deviation=kind) for kind, b, size in grid]
-    reading = analysis.read(model, params, tokens[:, :n], tokens[:, n:], policies=policies)
-    kept = [jnp.stack([kv.live for kv in reading.after(policy)]) for policy in policies]
-    live = reading.live(model.config.num_kv_heads)
-    rank = analysis.hindsight_rank(reading.mass(live.shape[2]), live)
-    kept += [(live & (rank < b)).swapaxes(0, 1) for b in budgets.tolist()]
-    found = [np.asarray(x, np.float64) for x in _moved(model, params, reading, jnp.stack(kept))]
-    divergence, agreement = (x[: len(grid)].reshape(2, len(budgets), len(sizes), -1) for x in found)
+    grid = {f"{kind} {size}": (kind, size) for kind in (False, True) for size in sizes}
+    scope = lambda kind, size: lambda budget: scoped(budget, int(size * budget + 1e-9), by_deviation=kind)
+    policies = {name: scope(*each) for name, each in grid.items()}
+    before, after = np.split(tokens, [n], axis=1)
+    found = analysis.curves(model, params, before, after, policies, budgets.tolist(), oracles=("head",))
+    of_scopes = lambda x: x[:-1].reshape(2, len(sizes), len(budgets), -1).swapaxes(1, 2)
     return Arrays(
         scopes=("local window", "standard deviation"),
         budgets=budgets,
         sizes=np.array(sizes),
         length=n,
-        divergence=divergence,
-        agreement=agreement,
-        hindsight=found[0][len(grid) :],
+        divergence=of_scopes(found.values("kl")),
+        agreement=of_scopes(found.values("agreement")),
+        hindsight=found.values("kl")[-1],
     )
 
 
@@ -291,20 +288,6 @@ def scoped(budget: int, size: int, *, by_deviation: bool) -> Evict:
     """Eviction by mean attention that protects `size` tokens: the last, or those of largest deviation."""
     recent, spared = (0, size) if by_deviation else (size, 0)
     return Evict(SparedByDeviation(size=spared), budget, 0, recent)
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def _moved(
-    model: Any, params: PyTree[Any], reading: analysis.Reading, kept: Bool[Array, "V L B K T"]
-) -> tuple[Float[Array, "V B"], Float[Array, "V B"]]:
-    """Divergence and agreement over the continuation under each mask of the prompt."""
-
-    def compare(mask):
-        logits = reading.logits_after(model, params, mask)
-        same = reading.logits.argmax(-1) == logits.argmax(-1)
-        return analysis.output_kl(reading.logits, logits).mean(-1), same.astype(jnp.float32).mean(-1)
-
-    return lax.map(compare, kept)
 
 
 def plot_scope_size(d: Arrays) -> Figure:

@@ -28,43 +28,27 @@ from kvjax.experiments.tasks.perplexity import (
 )
 from kvjax.experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
 from kvjax.experiments.tasks.rows import Form, dialogue, read, reconstruction, summarise
-from kvjax.experiments.tasks.ruler import (
-    cwe,
-    fwe,
-    niah_multikey_1,
-    niah_multikey_2,
-    niah_multikey_3,
-    niah_multiquery,
-    niah_multivalue,
-    niah_single_1,
-    niah_single_2,
-    niah_single_3,
-    qa_1,
-    qa_2,
-    vt,
-    words,
-)
+from kvjax.experiments.tasks.ruler import RULER, words
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
 NEEDLES = ("single_needle", "needle", "needle_number")
-RULER = (
-    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-    "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
-)  # fmt: skip
 TASKS: dict[str, Builder] = {
-    builder.__name__: builder
-    for builder in (
-        *(single_needle, several_needles, multi_query, key_value, perplexity),
-        *(needle, needle_number, two_instructions, multi_turn, multi_turn_key_value),
-        *(niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3),
-        *(niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1, qa_2),
-        *(sliding_perplexity, streaming_perplexity, evicted_perplexity, continuation, summary),
-        *(summarise, reconstruction, dialogue),
-    )
+    **{build.__name__: build for build in (single_needle, several_needles, multi_query, key_value, perplexity)},
+    **{build.__name__: build for build in (needle, needle_number, two_instructions, multi_turn, multi_turn_key_value)},
+    **RULER,
+    **{build.__name__: build for build in (sliding_perplexity, streaming_perplexity, evicted_perplexity)},
+    **{build.__name__: build for build in (continuation, summary, summarise, reconstruction, dialogue)},
 }
 """Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
 FORMS: dict[str, Builder] = {name: TASKS[name] for name in ("summarise", "reconstruction", "dialogue", "qa_1", "qa_2")}
 """Tasks that take `Task.rows`; each says which fields a row has."""
+
+
+def __getattr__(name: str) -> Builder:
+    """One of RULER's tasks; the others are imported above."""
+    if name not in RULER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return RULER[name]
 
 
 def find(name: str) -> tuple[str, Builder]:

@@ -28,9 +28,8 @@ def multi_turn(task: Task, index: int, *, facts: int = 16, turns: int = TURNS) -
     if facts > len(corpus.NAMES):
         raise ValueError(f"multi_turn: facts={facts}, but there are {len(corpus.NAMES)} names; ask for fewer")
     rng = task.rng("multi_turn", index)
-    names = [corpus.NAMES[i] for i in rng.permutation(len(corpus.NAMES))[:facts]]
-    values = [corpus.draw_value(rng) for _ in names]
-    stated, asked = (corpus.PHRASINGS[i] for i in rng.integers(len(corpus.PHRASINGS), size=2))
+    names, values = corpus.draw_facts(rng, facts)
+    stated, asked = corpus.draw_phrasings(rng)
     questions = []
     for i in rng.permutation(facts)[:turns]:
         value = " ".join(values[i])

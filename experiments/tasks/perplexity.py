@@ -39,7 +39,7 @@ def perplexity(task: Task, index: int) -> Example:
     names = [corpus.NAMES[i] for i in rng.permutation(len(corpus.NAMES))]
     tokens: tuple[int, ...] = task.bos
     while len(tokens) < task.length:
-        stated, asked = (corpus.PHRASINGS[i] for i in rng.integers(len(corpus.PHRASINGS), size=2))
+        stated, asked = corpus.draw_phrasings(rng)
         draw = rng.random()
         if known and draw < 0.2:
             name, value = known[rng.integers(len(known))]

@@ -10,26 +10,35 @@ DEPTH_STEP = 3  # from one example's depth to the next one's: coprime to DEPTHS,
 LENGTHS = (1.0, 0.8, 0.6, 0.4)  # of the full length
 
 
-def _facts(rng: np.random.Generator, count: int) -> tuple[list[str], list[list[str]]]:
-    names = [corpus.NAMES[i] for i in rng.permutation(len(corpus.NAMES))[:count]]
-    return names, [corpus.draw_value(rng) for _ in range(count)]
-
-
-def _ask(
+def _asked(
     task: Task,
-    rng: np.random.Generator,
     name: str,
     index: int,
+    count: int,
     *,
-    length: int,
-    stated: corpus.Phrasing,
-    asked: corpus.Phrasing,
-    facts: tuple[list[str], list[list[str]]],
-    places: np.ndarray,
+    length: int | None = None,
+    depth: float | None = None,
+    table: bool = False,
     queries: int = 1,
 ) -> Example:
-    """An example that states all facts at `places` and asks for the first `queries` of them."""
-    names, values = facts
+    """An example that states so many facts and asks for the first of them.
+
+    Args:
+      task: text, tokenizer and length.
+      name, index: the task and which example of it.
+      count: facts.
+      length: tokens of the prompt, the task's if None.
+      depth: where the fact stands, from 0 to 1; each has a random place if None.
+      table: whether facts are bare pairs that stand together in random order, and the question is a bare name.
+      queries: facts that are asked for.
+    """
+    rng, length = task.rng(name, index), task.length if length is None else length
+    stated, asked = (corpus.PAIR, corpus.PAIR) if table else corpus.draw_phrasings(rng)
+    names, values = corpus.draw_facts(rng, count)
+    if table:
+        places = rng.uniform() + rng.permutation(count) * 1e-9
+    else:
+        places = rng.uniform(size=count) if depth is None else np.array([depth])
     question = task.ids(corpus.question(asked, names[:queries]))
     inserts = [(p, corpus.fact(stated, n, v)) for p, n, v in zip(places, names, values, strict=True)]
     context = task.fill(rng, length - len(question), inserts)
@@ -45,54 +54,27 @@ def _ask(
     return example(name, index, context, asked_for, length=float(length), **meta)
 
 
-def _phrasings(rng: np.random.Generator) -> tuple[corpus.Phrasing, corpus.Phrasing]:
-    stated, asked = (corpus.PHRASINGS[i] for i in rng.integers(len(corpus.PHRASINGS), size=2))
-    return stated, asked
-
-
 def single_needle(task: Task, index: int) -> Example:
     """One fact, at a depth and in a prompt of a length that change together from example to example.
 
     Among the first n examples the counts of any two depths differ by one at most, and so do those of any two lengths;
     32 examples hold every pair once. Each round of depths starts at the next length.
     """
-    rng = task.rng("single_needle", index)
     depth = DEPTH_STEP * index % DEPTHS / (DEPTHS - 1)
     length = round(task.length * LENGTHS[(index + index // DEPTHS) % len(LENGTHS)])
-    stated, asked = _phrasings(rng)
-    return _ask(
-        task, rng, "single_needle", index, length=length, stated=stated, asked=asked, facts=_facts(rng, 1),
-        places=np.array([depth]),
-    )  # fmt: skip
+    return _asked(task, "single_needle", index, 1, length=length, depth=depth)
 
 
 def several_needles(task: Task, index: int, count: int = 16) -> Example:
     """Sixteen facts at random places, one of them asked for."""
-    rng = task.rng("several_needles", index)
-    stated, asked = _phrasings(rng)
-    return _ask(
-        task, rng, "several_needles", index, length=task.length, stated=stated, asked=asked,
-        facts=_facts(rng, count), places=rng.uniform(size=count),
-    )  # fmt: skip
+    return _asked(task, "several_needles", index, count)
 
 
 def multi_query(task: Task, index: int, count: int = 8, queries: int = 3) -> Example:
     """Eight facts, three of them asked for at once and answered in one go."""
-    rng = task.rng("multi_query", index)
-    stated, asked = _phrasings(rng)
-    return _ask(
-        task, rng, "multi_query", index, length=task.length, stated=stated, asked=asked, facts=_facts(rng, count),
-        places=rng.uniform(size=count), queries=queries,
-    )  # fmt: skip
+    return _asked(task, "multi_query", index, count, queries=queries)
 
 
 def key_value(task: Task, index: int, count: int = 32) -> Example:
     """A table of bare pairs somewhere in the filler; the question is a key."""
-    rng = task.rng("key_value", index)
-    facts = _facts(rng, count)
-    place = rng.uniform()
-    rows = rng.permutation(count)  # the first fact is asked for; where it stands in the table is random
-    return _ask(
-        task, rng, "key_value", index, length=task.length, stated=corpus.PAIR, asked=corpus.PAIR, facts=facts,
-        places=place + rows * 1e-9,
-    )  # fmt: skip
+    return _asked(task, "key_value", index, count, table=True)

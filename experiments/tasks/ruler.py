@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
-from kvjax.experiments.tasks.base import Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.base import Builder, Example, Question, Task, Tokens, example
 from kvjax.experiments.tasks.rows import Row, row_of
 from kvjax.experiments.tasks.text import check_enough, check_room, filler, most_that_fit, sentences
 
@@ -118,7 +118,6 @@ def _fitted(
     question: str,
     references: Sequence[str],
     *,
-    answer: int,
     needs: str,
     least: int,
     most: int,
@@ -132,7 +131,7 @@ def _fitted(
     A count that is not `clear`, of which the answer is not right, is lowered. Errors name what the least one `needs`,
     and its `units` where all that there are would fit, if they are limited.
     """
-    ids = tuple(task.encode(question))
+    ids, answer = tuple(task.encode(question)), TEMPLATES[name.partition("_")[0]].answer
 
     def context(count: int) -> Tokens:
         return (*task.bos, *task.encode(text(count, task.rng(f"{name}/places", index))))
@@ -183,7 +182,7 @@ def _niah(name: str, task: Task, index: int) -> Example:
       ValueError: a length too small for the needles, a text too short for the length, or wonderwords is not installed.
     """
     s, rng = HIDDEN[name], task.rng(name, index)
-    keys, drawn = _distinct(rng, s.keys, s.num_keys), _distinct(rng, s.values, s.num_keys * s.num_values)
+    keys, drawn = _of_kind(rng, s.keys, s.num_keys), _of_kind(rng, s.values, s.num_keys * s.num_values)
     values = [drawn[i : i + s.num_values] for i in range(0, len(drawn), s.num_values)]
     needles = [_NEEDLE.format(kind=s.values, key=k, value=v) for k, vs in zip(keys, values, strict=True) for v in vs]
     needles = [needles[i] for i in rng.permutation(len(needles))]
@@ -201,7 +200,7 @@ def _niah(name: str, task: Task, index: int) -> Example:
     join, hide, unit = (" ", _among, "words of the text") if s.haystack == "text" else ("\n", _before, "sentences")
     text = lambda count, places: before + join.join(hide(units[:count], needles, places))
     return _fitted(
-        name, task, index, text, question, references, answer=how.answer, needs=f"{least} needles, question",
+        name, task, index, text, question, references, needs=f"{least} needles, question",
         least=least, most=len(units), units=unit,
     )  # fmt: skip
 
@@ -215,7 +214,7 @@ def _units(
     most = task.length // _FEWEST_TOKENS + 1
     if s.haystack == "noise":
         return (NOISE,) * most
-    pairs = zip(_distinct(rng, s.keys, most, keys), _distinct(rng, s.values, most, values), strict=True)
+    pairs = zip(_of_kind(rng, s.keys, most, keys), _of_kind(rng, s.values, most, values), strict=True)
     return tuple(_NEEDLE.format(kind=s.values, key=k, value=v) for k, v in pairs)
 
 
@@ -225,14 +224,19 @@ def _words_of(text: str, seed: int, room: int) -> tuple[str, ...]:
     return tuple((text or " ".join(filler(np.random.default_rng(seed), room))).split())
 
 
-def _distinct(rng: np.random.Generator, kind: Kind, count: int, taken: Sequence[str] = ()) -> list[str]:
+def _of_kind(rng: np.random.Generator, kind: Kind, count: int, taken: Sequence[str] = ()) -> list[str]:
     """Random words, numbers or UUIDs, all different from each other and from those that are taken."""
     of = lambda known: known[rng.integers(len(known))]
     draw = {
         "numbers": lambda: str(rng.integers(10**6, 10**7)),
         "uuids": lambda: str(uuid.UUID(bytes=rng.bytes(16), version=4)),
         "words": lambda: f"{of(words('adjective'))}-{of(words('noun'))}",
-    }[kind]
+    }
+    return _distinct(draw[kind], count, taken)
+
+
+def _distinct(draw: Callable[[], str], count: int, taken: Sequence[str] = ()) -> list[str]:
+    """So many different strings that are drawn, none of them taken."""
     found = dict.fromkeys(taken)
     while len(found) < count + len(taken):
         found[draw()] = None
@@ -259,12 +263,6 @@ def _before(units: Sequence[str], needles: Sequence[str], rng: np.random.Generat
     return lines
 
 
-(
-    niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3, niah_multivalue,
-    niah_multiquery,
-) = (_named(name, hidden.about, _niah) for name, hidden in HIDDEN.items())  # fmt: skip
-
-
 # --- tracing and counting ---
 
 
@@ -284,7 +282,7 @@ def vt(task: Task, index: int) -> Example:
     before = f"{_tracked(noises, shown_chain, rng)}{asked(shown_value)} {' '.join(shown)}\n\n\n\n"
     return _fitted(
         "vt", task, index, lambda count, places: before + _tracked(count, chain, places), asked(value), names,
-        answer=how.answer, needs="a worked example, the chain, question", least=len(chain), most=task.length,
+        needs="a worked example, the chain, question", least=len(chain), most=task.length,
     )  # fmt: skip
 
 
@@ -299,10 +297,7 @@ def _chain(rng: np.random.Generator, letters: int) -> tuple[list[str], list[str]
 
 def _strings(rng: np.random.Generator, count: int, letters: str, length: int) -> list[str]:
     """Different strings of random letters."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(letters[i] for i in rng.integers(len(letters), size=length))] = None
-    return [*found]
+    return _distinct(lambda: "".join(letters[i] for i in rng.integers(len(letters), size=length)), count)
 
 
 def _tracked(noises: int, chain: list[str], rng: np.random.Generator) -> str:
@@ -332,7 +327,7 @@ def cwe(task: Task, index: int) -> Example:
     before = f"{how.before}{shown}{how.question}{answer}\n{how.before}"
     return _fitted(
         "cwe", task, index, lambda count, places: before + _numbered(drawn[:count], often, seldom, places),
-        how.question, drawn[:COMMON], answer=how.answer, least=COMMON + 1, most=len(drawn), units="words",
+        how.question, drawn[:COMMON], least=COMMON + 1, most=len(drawn), units="words",
         needs=f"a worked example, {COMMON} common words and another, question",
     )  # fmt: skip
 
@@ -364,7 +359,7 @@ def fwe(task: Task, index: int) -> Example:
 
     clear = lambda total: all(np.diff(counts(total)[1 : FREQUENT + 2]) < 0)
     return _fitted(
-        "fwe", task, index, text, how.question, vocabulary[1 : FREQUENT + 1], answer=how.answer, clear=clear,
+        "fwe", task, index, text, how.question, vocabulary[1 : FREQUENT + 1], clear=clear,
         needs="words of clear frequencies, question", least=next(t for t in range(1, 1000) if clear(t)),
         most=task.length,
     )  # fmt: skip
@@ -400,9 +395,8 @@ def _qa(name: str, task: Task, index: int) -> Example:
         return how.before + "\n\n".join(f"Document {n}:\n{ordered[place]}" for n, place in numbered)
 
     return _fitted(
-        name, task, index, text, how.question.format(question=asked), references, answer=how.answer,
-        needs=f"row {index}, its question", least=len(own), most=len(ordered), units="documents", metric="contains",
-        same_context=same,
+        name, task, index, text, how.question.format(question=asked), references, needs=f"row {index}, its question",
+        least=len(own), most=len(ordered), units="documents", metric="contains", same_context=same,
     )  # fmt: skip
 
 
@@ -449,5 +443,10 @@ def _documents(row: Row) -> tuple[str, ...]:
     return found
 
 
-qa_1 = _named("qa_1", "a question of SQuAD's form over one's own rows, its document among others", _qa)
-qa_2 = _named("qa_2", "a question of HotpotQA's form over one's own rows, its documents among others", _qa)
+RULER: dict[str, Builder] = {
+    **{name: _named(name, hidden.about, _niah) for name, hidden in HIDDEN.items()},
+    **{"vt": vt, "cwe": cwe, "fwe": fwe},
+    "qa_1": _named("qa_1", "a question of SQuAD's form over one's own rows, its document among others", _qa),
+    "qa_2": _named("qa_2", "a question of HotpotQA's form over one's own rows, its documents among others", _qa),
+}
+"""RULER's tasks by their names."""
