@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> None:
             flags, args=argv, prog="experiments/reproduce.py", description=(__doc__ or "").splitlines()[0]
         )
         if options.list:
-            print(ledger.listing(ledger.read()))
+            print(ledger.listing(ledger.recorded()))
         elif options.entry is None:
             raise ValueError("name an entry, such as ada-kv/table2; --list has them all, --help the options")
         elif options.published or options.plan:

@@ -105,7 +105,7 @@ def test_what_entries_name_exists():
         assert entry.runs == bool(entry.rows or entry.figures), entry.name
         assert len({c.title for c in entry.columns}) == len(entry.columns), entry.name
     assert {m.preset for m in MODELS.values()} - {None} <= set(models.PRESETS)
-    assert set(ledger.read()) <= set(ENTRIES)
+    assert set(ledger.recorded()) <= set(ENTRIES)
 
 
 def test_every_method_makes_a_policy_at_every_budget_of_its_entry():

@@ -93,12 +93,12 @@ def test_a_reduced_run_is_marked_and_stands_beside_the_paper(run, tmp_path, caps
     said = capsys.readouterr().out
     assert "the model has 1 layers of width 128" in said
     assert said.index("about ") < said.index("## Ours (theirs)")
-    noted = ledger.read()["nacl/table2"]
+    noted = ledger.recorded()["nacl/table2"]
     assert noted[0]["status"] == "machinery only"
     assert noted[0]["command"].startswith("python experiments/reproduce.py nacl/table2 --data project")
     assert str(tmp_path) not in noted[0]["command"]
     assert "machinery only, " in (tmp_path / "README.md").read_text()
-    assert "1 machinery only" in ledger.listing(ledger.read())
+    assert "1 machinery only" in ledger.listing(ledger.recorded())
 
 
 def test_an_interrupted_run_goes_on_to_the_same_numbers(run, monkeypatch):
@@ -385,9 +385,9 @@ def test_classification_is_that_of_longbench():
 
 
 def test_the_list_has_every_entry_and_the_ledgers_table_is_made_from_it():
-    text = ledger.listing(ledger.read())
+    text = ledger.listing(ledger.recorded())
     assert [line.split(":")[0] for line in text.splitlines() if line[:1].isalpha()] == [*ENTRIES]
-    assert (ledger.FOLDER / "README.md").read_text() == ledger.markdown(ledger.read())
+    assert (ledger.FOLDER / "README.md").read_text() == ledger.markdown(ledger.recorded())
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ _NONE = {"settings": "nothing to run (settings)", "drawing": "nothing to run (an
 Ledger = dict[str, list[dict[str, Any]]]
 
 
-def read() -> Ledger:
+def recorded() -> Ledger:
     """All runs by entry; none where there is no ledger."""
     path = FOLDER / "ledger.json"
     return json.loads(path.read_bytes()) if path.is_file() else {}
@@ -40,7 +40,7 @@ def record(name: str, about: Mapping[str, Any], status: str, measured: str, redu
       measured: what was run.
       reduced: all reasons why it is not the paper's run.
     """
-    device, ledger = about["device"], read()
+    device, ledger = about["device"], recorded()
     run = {
         "model": about["model"],
         "command": shlex.join(about["command"]),

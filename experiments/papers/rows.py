@@ -76,13 +76,11 @@ def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], lis
     for name in names:
         if DATA[name].runner not in WITH_ROWS:
             continue
-        files: list[pathlib.Path | None] = [path]
-        if path is not None and path.is_dir():
-            files = [f for suffix in _SUFFIXES if (f := path / f"{name}{suffix}").is_file()]
+        places = [] if path is None else [path, *(path / f"{name}{suffix}" for suffix in _SUFFIXES)]
         if DATA[name].question or data == PROJECT:
             found.append(Source(name, None))
-        elif path is not None and files:
-            found.append(Source(name, files[0]))
+        elif file := next((place for place in places if place.is_file()), None):
+            found.append(Source(name, file))
         else:
             hub = DATA[name].hub
             origin = f", from {hub} on the hub" if hub else ""
