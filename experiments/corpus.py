@@ -95,12 +95,12 @@ class Phrasing:
       fact: (before the name, between name and value).
       question: (before the name, after the name).
       answer: (before the name, between name and value). The answer repeats the name, so that what precedes the value is
-        worded as in the fact.
+        worded as in the fact; where it does not, this is (before the value,), and the value cannot be found by that.
     """
 
     fact: tuple[str, str]
     question: tuple[str, str]
-    answer: tuple[str, str]
+    answer: tuple[str, ...]
 
 
 PAIR = Phrasing(("", ""), ("", ""), ("", ""))  # a bare "name value ." table; the question is the name alone

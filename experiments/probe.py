@@ -31,7 +31,7 @@ from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
-from kvjax.experiments.tasks.base import Task
+from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.text import filler
 from kvjax.learning import kvzap as zap
 from kvjax.learning.probes import fit_filters, fit_queries, head_importance
@@ -87,10 +87,7 @@ def pieces(tokenizer: Any, probe: Probe) -> np.ndarray:
 
 def questions(tokenizer: Any, probe: Probe) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Facts with questions and their right answers: tokens "B T", which are wanted, answers' and prompts' lengths."""
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    text = "" if probe.text is None else read_text(probe.text)
-    task = Task(encode, bos, probe.length, probe.seed, text, tokenizer)
+    task = task_of(tokenizer, probe.length, probe.seed, "" if probe.text is None else read_text(probe.text))
     prompts, wanted, answers = [], [], []
     for i in range(probe.examples):
         name = ASKED[i % len(ASKED)]
@@ -102,14 +99,10 @@ def questions(tokenizer: Any, probe: Probe) -> tuple[np.ndarray, np.ndarray, np.
         at = next((j for j in range(size) if fact[j : j + len(answer)] == answer), None)
         prompts.append(example.context + question.ids + answer)
         first, count = (start, size) if at is None else (start + at, len(answer))
-        wanted.append((first, count))
+        wanted.append([int(first <= j < first + count) for j in range(len(prompts[-1]))])
         answers.append(len(answer))
     tokens, lengths = models.pad_left(prompts)
-    mask = np.zeros(tokens.shape, bool)
-    for row, (first, count), length in zip(mask, wanted, lengths, strict=True):
-        pad = mask.shape[1] - length
-        row[pad + first : pad + first + count] = True
-    return np.asarray(tokens), mask, np.asarray(answers), np.asarray(lengths)
+    return tokens, models.pad_left(wanted)[0].astype(bool), np.asarray(answers), lengths
 
 
 def _write(probe: Probe, made: Callable[[Any, Probe], Any], find: Callable[[Any, Any, Any], Any]) -> None:

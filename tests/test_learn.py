@@ -8,12 +8,13 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import kvjax
 from kvjax.configs.learning import Prompts
 from kvjax.experiments import learn
-from kvjax.experiments.learning import gates, loop, scorer
+from kvjax.experiments.learning import gates, loop, report
 from kvjax.experiments.learning.future_rows import examples
 from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
@@ -85,14 +86,13 @@ def test_the_scorer_resumes(scored, tmp_path):
 
 
 def test_a_full_disk_is_one_error_and_no_log_of_another_library(tmp_path, caplog):
-    state = {"x": np.random.default_rng(0).normal(size=10_000)}
-    take = lambda state, progress: (state, {"step": progress["step"] + 1}, "")
-    more = lambda progress: progress["step"] < 2
+    start, stages = jnp.asarray(np.random.default_rng(0).normal(size=10_000)), [loop.Stage(2)]
+    loss = lambda x: ((x**2).sum(), {"losses": x[0]})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # as a full disk, an error of each write
     try:
         with pytest.raises(OSError, match=f"File too large: '{tmp_path}'"):
-            loop.go_through(tmp_path, {}, state, {"step": 0}, take, title="", total=2, more=more)
+            loop.fit(tmp_path, {}, start, optax.sgd(0.1), loss, lambda *_: (), stages)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
@@ -147,17 +147,17 @@ def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys
     loss = lambda x, aim: (((x - aim) ** 2).sum(), {"losses": abs(x - aim).max(), "aim": aim})
 
     def run(steps, identity="this", folder=tmp_path, aim=float):
-        data = lambda step: (jnp.float32(aim(step)),)
-        return loop.fit(folder, identity, jnp.arange(3.0), loss, data, steps=5, rate=0.1, max_steps=steps)
+        data, stages = lambda step, stage: (jnp.float32(aim(step)),), [loop.Stage(2), loop.Stage(3)]
+        return loop.fit(folder, identity, jnp.arange(3.0), loop.adam(0.1, 5), loss, data, stages, max_steps=steps)
 
-    run(2)
+    assert run(3)[0] is None
     x, noted = run(None)
-    assert "resumed at step 2" in capsys.readouterr().out
+    assert "resumed at step 3" in capsys.readouterr().out
     assert noted["aim"] == [0, 1, 2, 3, 4]
     whole = run(None, folder=tmp_path / "whole")
     np.testing.assert_array_equal(x, whole[0])
     assert noted == whole[1]
-    with pytest.raises(ValueError, match=r"the loss is nan at step 1; lower rate=0\.1, and begin anew"):
+    with pytest.raises(ValueError, match=r"the loss is nan at step 1; lower the learning rate, and"):
         run(None, folder=tmp_path / "nan", aim=lambda step: np.nan if step else 0.0)
     with pytest.raises(ValueError, match=f"{tmp_path} holds a checkpoint of this, not of that; move"):
         run(5, "that")
@@ -168,60 +168,28 @@ def test_a_checkpoint_that_is_broken_or_another_runs_is_refused(tmp_path, capsys
         run(5)
 
 
-def test_the_readme_says_what_is_left_on_unseen_tasks():
-    rows = json.loads((STORED / "learned_scorer" / "unseen.json").read_text())["rows"]
-    shown = lambda r: "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * r[x] for x in ("less", "less_low", "less_high")))
-    less = {(r["budget"], r["tasks"]): shown(r) for r in rows if r["method"] == "learned"}
-    readme = (STORED / "README.md").read_text()
-    for b in ("0.0625", "0.125", "0.25"):
-        cells = f"{100 * float(b):g} %", less[b, "learned from"], less[b, "unseen"]
-        assert f"| {' | '.join(cells)} |" in readme
-
-
-def test_unseen_tasks_are_not_learned_from_and_have_rows_of_their_own(embedded, tmp_path):
+def test_unseen_tasks_are_not_learned_from(embedded):
     prompts = Prompts(
         tasks=("single_needle", "key_value"), unseen=("key_value",), calibration=2, held_out=2, length=256
     )
     of = lambda split: {e.task for e in examples(prompts, embedded[2], split)}
     assert (of("calibration"), of("held_out")) == ({"single_needle"}, {"single_needle", "key_value"})
-    losses = {("single_needle", 0): 0.1, ("single_needle", 1): 0.3, ("key_value", 0): 0.5, ("key_value", 1): 0.9}
-    line = lambda m, task, i, x: {
-        "method": m,
-        "budget": "0.25",
-        "task": task,
-        "index": i,
-        "loss": x,
-        "kept_attention": x,
-    }
-    lines = [
-        line(m, *key, x / n) for n, m in enumerate(("snapkv", "learned", "future"), 1) for key, x in losses.items()
-    ]
-    text = scorer.write(tmp_path, "name", lines, prompts.unseen)
-    rows = {(r["tasks"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
-    assert rows["learned from", "snapkv"]["loss"] == pytest.approx(0.2)
-    assert rows["unseen", "snapkv"]["loss"] == pytest.approx(0.7)
-    assert rows["unseen", "learned"]["less"] == pytest.approx(0.35)
-    assert "| 0.25 | unseen | learned score |" in text
 
 
 QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-out", "8", "--steps", "40"]
 
 
-def test_the_committed_scorer_is_what_the_readme_says(tmp_path):
-    """The default run's lines give its summary, which has the README's numbers; its head scores."""
+def test_the_committed_lines_give_the_committed_page_and_its_head_scores(tmp_path):
     directory = STORED / "learned_scorer"
-    with gzip.open(directory / "samples.jsonl.gz", "rt") as file:
-        lines = [json.loads(line) for line in file]
-    assert scorer.write(tmp_path, "learned_scorer", lines) == (directory / "summary.md").read_text()
-    rows = {(r["budget"], r["method"]): r for r in json.loads((tmp_path / "summary.json").read_text())["rows"]}
-    readme = (STORED / "README.md").read_text()
-    shown = ("learned", "snapkv", "future")
-    for b in ("0.0625", "0.125", "0.25"):
-        cells = [
-            "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * rows[b, m][x] for x in ("loss", "low", "high"))) for m in shown
-        ]
-        cells += [f"{100 * rows[b, m]['kept_attention']:.0f} %" for m in shown]
-        assert f"| {100 * float(b):g} % | {' | '.join(cells)} |" in readme
+
+    def page(name, *unseen):
+        lines = gzip.decompress((directory / f"{name}.jsonl.gz").read_bytes()).splitlines()
+        return report.of_scores(tmp_path, "learned_scorer", unseen, [*map(json.loads, lines)])
+
+    assert page("samples") == (directory / "summary.md").read_text()
+    assert "| 0.25 | unseen | learned score |" in page("unseen", "key_value", "perplexity")
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found == json.loads((directory / "unseen.json").read_text())
     head = TrainedHead.load(directory / "head.npz")
     assert np.isfinite(head(jnp.ones((1, 4, 3, 70)), 2)).all()
 

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import configs, methods
 from kvjax.configs.learning import Prompts
 from kvjax.experiments import learn, run
-from kvjax.experiments.learning import budget, budget_report, future_rows
+from kvjax.experiments.learning import budget, future_rows, job, report
 from kvjax.experiments.learning.future_rows import Reader
 from kvjax.learning.families import PyramidBeta, Safeguard, Simplex
 from kvjax.learning.relax import with_table
@@ -47,11 +47,9 @@ def finished(tmp_path_factory, as_users_run_it):
 @pytest.fixture(scope="module")
 def reading(embedded):
     """One calibration batch."""
-    model, params, tokenizer = embedded
     prompts = Prompts(tasks=("single_needle", "perplexity"), calibration=1, length=128, future=4, batch_size=2)
-    policy = methods.snapkv(0.25, window=8)
-    reader = Reader(model, params, policy, prompts)
-    return reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
+    ((_, found),) = Reader(*embedded, prompts).batches("calibration", [methods.snapkv(0.25, window=8)])
+    return found
 
 
 def test_what_is_written(finished):
@@ -73,18 +71,9 @@ def test_what_is_written(finished):
         assert lost["hindsight"] < lost["hindsight_heads"] < lost["uniform"]
         for s in group:
             assert s["regret"] == pytest.approx(s["lost"] - lost["hindsight"], abs=1e-6)
-    summary = json.loads((finished / "summary.json").read_text())
-    rows = {r["method"]: r for r in summary["rows"]}
-    assert "ahead" not in rows["hindsight"]
-    assert rows["uniform"]["lost"] == pytest.approx(np.mean([s["lost"] for s in lines if s["method"] == "uniform"]))
-    uniform = [s["loss"] for s in lines if s["method"] == "uniform"]
-    assert rows["uniform"]["loss"] == pytest.approx(np.mean(uniform))
-    ahead = np.mean(uniform) - np.mean([s["loss"] for s in lines if s["method"] == "learned"])
-    assert rows["uniform"]["ahead"] == pytest.approx(ahead)
-    assert rows["uniform"]["low"] < rows["uniform"]["loss"] < rows["uniform"]["high"]
     for plot in ("loss_against_budget", "learning"):
         assert (finished / f"{plot}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    (bound,) = summary["theorem_4"]
+    (bound,) = json.loads((finished / "summary.json").read_text())["theorem_4"]
     assert bound["holds"] == bound["of"] == 4 * 4
     assert bound["ratio"] < 1
     text = (finished / "summary.md").read_text()
@@ -154,7 +143,7 @@ def test_every_objective_falls_and_every_family_hardens(objective, family, readi
     assert noted["losses"][-1] < noted["losses"][0]
     assert max(noted["off"]) < 1e-6
     policy, shares = budget.learned_policy(family, numbers, setting.method(0.25), [reading])
-    live = [np.asarray(budget.losses_of(p, reading)[1]).tolist() for p in (policy, setting.method(0.25))]
+    live = [np.asarray(job.kept(reading, p)).sum((1, 2, 3)).tolist() for p in (policy, setting.method(0.25))]
     assert live[0] == live[1]
     assert shares.mean() == pytest.approx(1.0, abs=1e-6)
 
@@ -174,16 +163,14 @@ def test_parameters_of_methods(name, tmp_path):
 @pytest.mark.parametrize("name", ["nacl", "ahakv"])
 def test_cold_gates_are_the_hard_method(name, reading, embedded):
     """With parameters that mean whole numbers of tokens, nothing is rounded: gates become the hard policy's mask."""
-    model, params, tokenizer = embedded
     setting = experiment("--parametrisation", name)
     prompts = dataclasses.replace(setting.prompts, calibration=1)
     family, policy = setting.family, setting.method(40)
     with jax.enable_x64(True):
         start = {"nacl": jnp.log(jnp.asarray([1.0, 4.0, 5.0])), "ahakv": jnp.log(jnp.asarray(24.0))}[name]
         hard = family.harden(start, policy, reading.view(policy))
-    reader = Reader(model, params, policy, prompts, (hard,), setting.measured)
-    found = reader.read(future_rows.examples(prompts, tokenizer, "calibration"))
-    keep = np.asarray(budget.losses_of(hard, found)[2])
+    ((_, found),) = Reader(*embedded, prompts).batches("calibration", [policy, hard], setting.measured)
+    keep = np.asarray(job.kept(found, hard))
     assert (keep.sum(-1) == 40).all()
     with jax.enable_x64(True):
         gates = jax.jit(family.gates)
@@ -197,39 +184,20 @@ def test_cold_gates_are_the_hard_method(name, reading, embedded):
     assert distances[-1] < 1e-3
 
 
-def test_losses_of_a_policy_that_keeps_everything(reading):
-    loss, live, keep = budget.losses_of(methods.snapkv(128, window=8), reading)
-    assert float(jnp.abs(loss).max()) < 1e-5
-    assert live.tolist() == (16 * np.asarray(reading.lengths)).tolist()
-    assert keep.sum() == live.sum()
-
-
-def test_what_the_oracle_keeps(reading):
-    """Against numpy: the largest future attention, of as many tokens in every head, or in the whole model."""
-    keep = budget.losses_of(methods.snapkv(0.25, window=8), reading)[2]
-    attention = np.asarray(reading.traces.attention, np.float64)
-    mass = attention.mean(3).reshape(2, 4, 4, -1, 128).mean(3)
-    masks = {"": np.asarray(keep)}
-    for name, (loss, mask) in budget.in_hindsight(reading, keep).items():
-        masks[name] = mask = np.asarray(mask)
-        np.testing.assert_array_equal(mask.sum((1, 2, 3)), masks[""].sum((1, 2, 3)))
-        axes = (3,) if name == "hindsight_heads" else (1, 2, 3)
-        worst = np.where(mask, mass, np.inf).min(axes)
-        assert (worst >= np.where(mask, -np.inf, mass).max(axes) - 1e-7).all()
-        np.testing.assert_allclose(loss, reading.traces.eviction_loss(jnp.asarray(mask, jnp.float32)), rtol=1e-5)
-    lost = {name: np.where(mask, 0.0, mass).sum(-1).mean((1, 2)) for name, mask in masks.items()}
-    found, regret = budget.attention_of(reading, keep)
-    np.testing.assert_allclose(found, lost[""], rtol=1e-5)
-    np.testing.assert_allclose(regret, lost[""] - lost["hindsight"], atol=1e-6)
+def test_a_policy_that_keeps_everything_costs_nothing(reading):
+    costs = job.costs(reading, job.kept(reading, methods.snapkv(128, window=8)))
+    for name in ("layers", "lost", "regret"):
+        np.testing.assert_allclose(costs[name], 0, atol=1e-5)
+    assert costs["live"].tolist() == (16 * np.asarray(reading.full.lengths)).tolist()
 
 
 @pytest.mark.parametrize("size", [0.0625, 0.25, 64, 127, 500])
 def test_gates_keep_as_many_tokens_as_hard_policies(size, reading):
     """Where the budget is less than the window, where it fits, and where it is more than some or all prompts have."""
-    assert 0.0625 * np.asarray(reading.lengths).min() < 8
-    assert np.asarray(reading.lengths).min() < 127
+    assert 0.0625 * np.asarray(reading.full.lengths).min() < 8
+    assert np.asarray(reading.full.lengths).min() < 127
     policy = methods.snapkv(size, window=8)
-    live = np.asarray(budget.losses_of(policy, reading)[1])
+    live = np.asarray(job.kept(reading, policy)).sum((1, 2, 3))
     with jax.enable_x64(True):
         seen, family = reading.view(policy), Simplex()
         gates = family.gates(0.3 * jax.random.normal(jax.random.key(0), (4, 4)), seen, 2.0)
@@ -248,15 +216,6 @@ def test_prompts_that_are_kept_whole_have_no_shares(reading):
         np.testing.assert_array_equal(found, np.ones((4, 4)))
 
 
-def test_averages_of_ada_kvs_choices(reading):
-    """Against Ada-KV applied to the prompts themselves."""
-    ada = dataclasses.replace(methods.snapkv(0.25, window=8), heads=kvjax.Adaptive(1.0))
-    keep = np.asarray(budget.losses_of(ada, reading)[2])
-    beside = (keep & ~np.asarray(reading.safe)).sum(-1).astype(float)
-    expected = (beside / beside.mean((1, 2), keepdims=True)).mean(0)
-    np.testing.assert_allclose(budget.average_table(ada, [reading]), expected, rtol=1e-6)
-
-
 def test_calibration_and_held_out_prompts_are_apart(embedded):
     prompts = Prompts(calibration=5, held_out=7, length=256)
     splits = [future_rows.examples(prompts, embedded[2], s) for s in ("calibration", "held_out")]
@@ -270,8 +229,8 @@ def test_future_rows_are_the_models_own(embedded):
     """What the model generates with the full cache, or the text that goes on."""
     model, params, tokenizer = embedded
     prompts = Prompts(tasks=("key_value", "perplexity"), calibration=1, length=200, future=4, batch_size=3)
-    found = future_rows.examples(prompts, tokenizer, "calibration")
-    reading = Reader(model, params, methods.snapkv(0.25, window=8), prompts).read(found)
+    policy = methods.snapkv(0.25, window=8)
+    ((found, reading),) = Reader(model, params, tokenizer, prompts).batches("calibration", [policy])
     assert reading.weight.tolist() == [1, 1, 0]
     for row, e in enumerate(found):
         (question,) = e.questions
@@ -309,12 +268,12 @@ def test_learned_budgets_lose_less_on_held_out_prompts(tmp_path):
     assert all(row["holds"] == row["of"] for row in summary["theorem_4"])
 
 
-def test_the_committed_results_are_what_the_readme_says():
-    """The default run's lines give its summary, which has the README's numbers and meets what it was made for."""
+def test_the_committed_lines_give_the_committed_summary():
+    """And it meets what the default run was made for."""
     directory = ROOT / "experiments" / "bench_results" / "learned_budget"
     columns = json.loads(lzma.decompress((directory / "samples.json.xz").read_bytes()))
     lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
-    found = budget_report.summarise([{n: x for n, x in line.items() if x is not None} for line in lines])
+    found = report.divisions([{n: x for n, x in line.items() if x is not None} for line in lines])
     summary = json.loads((directory / "summary.json").read_text())
     rows = {(r["budget"], r["method"]): r for r in summary["rows"]}
     assert {(r["budget"], r["method"]) for r in found["rows"]} == set(rows)
@@ -326,24 +285,6 @@ def test_the_committed_results_are_what_the_readme_says():
         assert row == pytest.approx(same)
     for row, same in zip(found["theorem_4"], summary["theorem_4"], strict=True):
         assert row == pytest.approx(same)
-    budgets = list(dict.fromkeys(b for b, _ in rows))
-    assert [float(b) for b in budgets] == [0.0625, 0.125, 0.1875, 0.25]
-    readme = (ROOT / "experiments" / "bench_results" / "README.md").read_text()
-    for b in budgets:
-        assert all(rows[b, name]["disjoint"] for name in ("uniform", "pyramid"))
-        shown = ("learned", "uniform", "pyramid", "ada_static", "ada", "hindsight")
-        cells = [
-            "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * rows[b, m][x] for x in ("loss", "low", "high"))) for m in shown
-        ]
-        assert f"| {100 * float(b):g} % | {' | '.join(cells)} |" in readme
+    assert list(dict.fromkeys(b for b, _ in rows)) == ["0.0625", "0.125", "0.1875", "0.25"]
+    assert all(rows[b, name]["disjoint"] for b, _ in rows for name in ("uniform", "pyramid"))
     assert all(row["holds"] == row["of"] == 4 * 480 for row in summary["theorem_4"])
-    ahead = lambda row: "{:.2f} [{:.2f}, {:.2f}]".format(*(100 * row[x] for x in ("ahead", "ahead_low", "ahead_high")))
-    parts = []
-    for name in ("layers", "heads"):
-        alone = json.loads((directory.with_name(f"learned_budget_{name}") / "summary.json").read_text())["rows"]
-        (uniform,) = (r for r in alone if r["method"] == "uniform")
-        assert uniform["loss"] == rows["0.25", "uniform"]["loss"]
-        assert ahead(uniform) in readme
-        parts.append(uniform["ahead"])
-    assert parts[1] < parts[0] < rows["0.25", "uniform"]["ahead"]
-    assert ahead(rows["0.25", "uniform"]) in readme

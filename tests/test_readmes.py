@@ -1,6 +1,6 @@
 """Numbers of the READMEs are those of the committed results that their commands made.
 
-What learning found stands in `test_learn_budget.py`, the ledger of papers in `test_reproduce.py`.
+The ledger of papers stands in `test_reproduce.py`.
 """
 
 import collections
@@ -109,18 +109,41 @@ def gates():
         yield line(f"{100 * share:g} %", f"{100 * of['learned']['slots'] / full['slots']:.0f} %", *shown)
 
 
+def learned_scorer():
+    """And what is left of it on tasks that it was not trained on."""
+    columns = ("learned", "snapkv", "future")
+    rows = {(r["budget"], r["method"]): r for r in read("learned_scorer", "summary.json")["rows"]}
+    loss = lambda r: percent(r, names=("loss", "low", "high"))
+    less = lambda r: percent(r, names=("less", "less_low", "less_high"))
+    unseen = read("learned_scorer", "unseen.json")["rows"]
+    left = {(r["budget"], r["tasks"]): less(r) for r in unseen if r["method"] == "learned"}
+    for b in ("0.0625", "0.125", "0.25"):
+        kept = [f"{100 * rows[b, m]['kept_attention']:.0f} %" for m in columns]
+        yield line(f"{100 * float(b):g} %", *(loss(rows[b, m]) for m in columns), *kept)
+        yield line(f"{100 * float(b):g} %", left[b, "learned from"], left[b, "unseen"])
+
+
 def learned_budget():
-    """What the table of learned budgets is followed by."""
-    found = read("learned_budget", "summary.json")
+    """The table of learned budgets, and what it is followed by."""
+    found, budgets = read("learned_budget", "summary.json"), ("0.0625", "0.125", "0.1875", "0.25")
+    rows = {(r["budget"], r["method"]): r for r in found["rows"]}
+    columns = ("learned", "uniform", "pyramid", "ada_static", "ada", "hindsight")
+    for b in budgets:
+        yield line(f"{100 * float(b):g} %", *(percent(rows[b, m], names=("loss", "low", "high")) for m in columns))
     wins = [100 * r["learned_wins"] for r in found["rows"] if "learned_wins" in r]
     yield f"on {min(wins):.0f} to {max(wins):.0f} % of the prompts"
     ratio = [100 * (1 - row["ratio"]) for row in found["theorem_4"]]
     yield f"by {min(ratio):.0f} % (budget 6.25 %) to {max(ratio):.0f} % (25 %)"
     lost = [100 * r["loss"] for r in found["rows"] if r["method"] == "hindsight_heads"]
     yield f"lose {max(lost):.1f} % to {min(lost):.1f} %"
-    shares = [np.mean(read("learned_budget", "tables", f"{b}.json")["heads"], 1) for b in (0.0625, 0.125, 0.1875, 0.25)]
+    shares = [np.mean(read("learned_budget", "tables", f"{b}.json")["heads"], 1) for b in budgets]
     first, last = ([f"{end([s[i] for s in shares]):.1f}" for end in (min, max)] for i in (0, -1))
     yield f"on average {' to '.join(first)} of the mean and those of the last {' to '.join(last)}"
+    ahead = lambda row: percent(row, 2, ("ahead", "ahead_low", "ahead_high"))
+    parts = [read(f"learned_budget_{of}", "summary.json")["rows"][0] for of in ("layers", "heads")]
+    layers, heads, both = map(ahead, (*parts, rows["0.25", "uniform"]))
+    yield f"loses {layers} points less than uniform budgets"
+    yield f"moves what Ada-KV moves, {heads}, both together {both}"
 
 
 def curves():
@@ -297,7 +320,7 @@ KERNELS_SHOWN = {
     [
         *((page, said) for page, many in (
             ("experiments", (main_job, claims_in_short, scores_in_use)),
-            ("experiments/bench_results", (pooling, boards, gates, learned_budget, curves,
+            ("experiments/bench_results", (pooling, boards, gates, learned_scorer, learned_budget, curves,
                                            blocks, stream, peers, claims_by_likelihood, scores_in_use, lengths)),
             (".", (results_in_short,)), ("kvjax", (about_curves,)), ("models", (loading, compiling)),
             ("pallas_kernels", (kernels, on_a_gpu)),

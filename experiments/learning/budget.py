@@ -29,21 +29,21 @@ import numpy as np
 
 import kvjax
 from kvjax import models
-from kvjax.analysis import best_in_hindsight, lost_mass, output_kl, regret, task_loss
+from kvjax.analysis import best_in_hindsight, output_kl, task_loss
+from kvjax.analysis.hindsight import Across
 from kvjax.budgets import HeadShares
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
-from kvjax.decide.select import best
 from kvjax.experiments.core.command import write_json
 from kvjax.experiments.core.provenance import definition
-from kvjax.experiments.core.records import Records
-from kvjax.experiments.learning import budget_report
-from kvjax.experiments.learning.future_rows import RankedReading, Reader, examples, measured_keys
-from kvjax.experiments.learning.loop import fit, shuffled
+from kvjax.experiments.learning import job, report
+from kvjax.experiments.learning.future_rows import RankedReading, Reader
+from kvjax.experiments.learning.loop import Noted, Stage, adam, fit, shuffled
 from kvjax.learning.families import Family, mean_shares
 from kvjax.learning.relax import annealed, with_table
 
 DIVISIONS = ("uniform", "pyramid", "ada_static", "ada", "learned")
+_COSTS = ("loss", "layers", "live", "lost", "regret", "least_bound")  # of a line
 
 
 def objective(name: str, model: Any, params: Any, reading: RankedReading, gates: jax.Array) -> jax.Array:
@@ -69,7 +69,7 @@ def learn(
     directory: pathlib.Path,
     *,
     max_steps: int | None = None,
-) -> tuple[Any, dict[str, list[float]]]:
+) -> tuple[Any, Noted]:
     """Learns the numbers of a family at one budget, or goes on where an interrupted run stopped. In float64.
 
     Args:
@@ -81,8 +81,8 @@ def learn(
       max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
 
     Returns:
-      What was learned; and of every step `losses`, and in `off` the largest relative distance of a prompt's total from
-      what its budget allows (`View.total`).
+      What was learned, None if `max_steps` came first; and of every step `losses`, and in `off` the largest relative
+      distance of a prompt's total from what its budget allows (`View.total`).
     """
     policy, batch = experiment.method(budget), shuffled(readings, experiment.prompts.seed)
     what = (policy, experiment.family, experiment.objective, experiment.steps, experiment.rate)
@@ -94,8 +94,8 @@ def learn(
         value = objective(experiment.objective, model, params, reading, gates).astype(float)
         return value, {"losses": value, "off": off}
 
-    def data(step):
-        temperature = annealed(*experiment.temperature, step / max(experiment.steps - 1, 1))
+    def data(step, stage):
+        temperature = annealed(*experiment.temperature, step / max(stage.steps - 1, 1))
         return batch(step), params, jnp.asarray(temperature, float)
 
     with jax.enable_x64(True):
@@ -103,10 +103,10 @@ def learn(
             directory,
             definition((*what, experiment.temperature, experiment.prompts), experiment.origin),
             experiment.family.init(model.config.num_layers, model.config.num_kv_heads),
+            adam(experiment.rate, experiment.steps),
             loss,
             data,
-            steps=experiment.steps,
-            rate=experiment.rate,
+            [Stage(experiment.steps)],
             max_steps=max_steps,
             title=f"learn {label(budget)}",
         )
@@ -115,19 +115,12 @@ def learn(
 # --- tables ---
 
 
-@functools.partial(jax.jit, static_argnames="policy")
-def _head_budgets(policy: kvjax.Evict, reading: RankedReading) -> jax.Array:
-    """What a policy gives every head beyond its protected tokens, "B L K"."""
-    chosen = reading.full.decisions(policy)
-    return jnp.stack([d.budgets for d in chosen], axis=1) - reading.safe.sum(-1, dtype=jnp.int32)
-
-
 def average_table(policy: kvjax.Evict, readings: Sequence[RankedReading]) -> np.ndarray:
     """Shares "L K" that a policy gives heads on average over prompts, relative to the average of 1."""
     budgets, divided = [], []
     for reading in readings:
-        counts = np.asarray(reading.weight) > 0
-        budgets.append(np.asarray(_head_budgets(policy, reading), np.float64)[counts])
+        counts, beside = np.asarray(reading.weight) > 0, job.kept(reading, policy) & ~reading.safe
+        budgets.append(np.asarray(beside.sum(-1), np.float64)[counts])
         divided.append(np.asarray(reading.view(policy).divided)[counts])
     return mean_shares(np.concatenate(budgets), np.concatenate(divided))
 
@@ -161,101 +154,52 @@ def policies(
 
 
 @jax.jit
-def in_hindsight(reading: RankedReading, keep: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """The oracles of `budget_report.HINDSIGHT`: eviction loss "B L" and mask, each of as many tokens as `keep`."""
-    masks = {n: best_in_hindsight(reading.mass, reading.live, keep, a) for n, a in budget_report.HINDSIGHT.items()}
-    return {n: (reading.traces.eviction_loss(mask.astype(jnp.float32)), mask) for n, mask in masks.items()}
+def hindsight(reading: RankedReading, keep: jax.Array) -> dict[str, jax.Array]:
+    """The oracles of `report.HINDSIGHT`: the best masks of as many tokens as `keep`."""
+    return {n: best_in_hindsight(reading.mass, reading.live, keep, a) for n, a in report.HINDSIGHT.items()}
 
 
 @jax.jit
-def attention_of(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention to come that is lost "B", averaged over heads, and how much less the best mask in hindsight loses."""
-    mass = reading.mass
-    return lost_mass(mass, keep).mean((1, 2)), regret(mass, reading.live, keep, "model")[:, 0]
+def theorem_4(reading: RankedReading, keep: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ada-KV's bound under uniform and under adaptive budgets of as many tokens as `keep`, "B L", up to 2 C of a layer.
 
-
-@functools.partial(jax.jit, static_argnames="policy")
-def losses_of(policy: kvjax.Policy, reading: RankedReading) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Eviction loss "B L" of a hard policy, live tokens "B" over all layers and heads, and what it keeps "B L K S"."""
-    keep = jnp.stack([kv.live for kv in reading.full.after(policy)], axis=1)
-    return reading.traces.eviction_loss(keep.astype(jnp.float32)), keep.sum((1, 2, 3), dtype=jnp.int32), keep
-
-
-@functools.partial(jax.jit, static_argnames="policy")
-def theorem_4(reading: RankedReading, policy: kvjax.Evict) -> tuple[jax.Array, jax.Array]:
-    """Ada-KV's bound under a policy's uniform and under adaptive budgets, "B L", up to the layer's constant 2 C.
-
-    Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3); the layer's
-    total is the same. The bound is the attention that is lost, summed over query heads (Theorem 2).
+    Both keep the best by the mean attention of the future rows, which makes the bound smallest (Theorem 3), in every
+    head or in every layer. The bound is the attention that is lost, summed over query heads (Theorem 2).
     """
-    B, L, N = reading.traces.attention.shape[:3]
-    view = reading.view(policy)
-    K = view.pos.shape[2]
-    mass = reading.mass * (N // K)
-    average = jnp.minimum(view.budget, reading.lengths.astype(view.budget.dtype)).astype(jnp.int32)
-    lost = []
-    for i in range(L):
-        live, pos = view.live[:, i], view.pos[:, i]
-        score = jnp.where(live, mass[:, i], -jnp.inf)
-        adaptive = kvjax.Adaptive(1.0)(score, average, dataclasses.replace(reading.slots(i), candidates=live))
-        uniform = jnp.broadcast_to(average[:, None], (B, K))
-        masks = (best(score, pos, budgets) for budgets in (uniform, adaptive))
-        lost.append([jnp.where(live & ~keep, mass[:, i], 0.0).sum((1, 2)) for keep in masks])
-    uniform, adaptive = (jnp.stack(x, axis=1) for x in zip(*lost, strict=True))
-    return uniform, adaptive
+    mass, group = reading.mass, reading.traces.attention.shape[2] // keep.shape[2]
+
+    def lost(across: Across) -> jax.Array:
+        evicted = jnp.where(best_in_hindsight(mass, reading.live, keep, across), 0.0, group * mass)
+        return jnp.stack([evicted[:, i].sum((1, 2)) for i in range(mass.shape[1])], axis=1)
+
+    return lost("head"), lost("layer")
 
 
-def measure(
-    chosen: dict[str, dict[str, kvjax.Evict]],
-    budgets: Sequence[Budget],
-    reader: Reader,
-    records: Records,
-    tokenizer: Any,
-) -> None:
-    """Appends the lines of the held-out prompts that are missing.
+def costs(chosen: dict[str, kvjax.Evict], reading: RankedReading) -> dict[str, job.Costs]:
+    """What every policy of a budget costs, and what the oracles do.
 
     Raises:
-      ValueError: policies of one budget that keep different totals.
+      ValueError: policies that keep different totals.
     """
-    methods = (*DIVISIONS, *budget_report.HINDSIGHT)
-    keys = lambda e: [(m, label(b), e.task, e.index, 0) for b in budgets for m in methods]
-    lacks = lambda e: any(k not in records.lines for k in keys(e))
-    for batch, reading in reader.batches(examples(reader.prompts, tokenizer, "held_out"), "held-out", lacks):
-        records.append(line for b in budgets for line in _lines(chosen[label(b)], b, batch, reading))
+    masks: dict[str, jax.Array] = {method: job.kept(reading, policy) for method, policy in chosen.items()}
+    uniform = masks["uniform"]
+    masks |= hindsight(reading, uniform)
+    found: dict[str, job.Costs] = {method: job.costs(reading, keep) for method, keep in masks.items()}
+    for method, bound in zip(("uniform", "ada"), theorem_4(reading, uniform), strict=True):
+        found[method]["least_bound"] = bound
+    totals = {method: of["live"].tolist() for method, of in found.items()}
+    if wrong := [method for method in found if totals[method] != totals["uniform"]]:
+        raise ValueError(
+            f"{wrong[0]} keeps {totals[wrong[0]]} tokens of prompts of which uniform keeps {totals['uniform']}; "
+            "policies are compared at equal totals; raise the budget, or ask for longer prompts"
+        )
+    return {method: {name: _exact(of[name]) for name in _COSTS if name in of} for method, of in found.items()}
 
 
-def _lines(
-    chosen: dict[str, kvjax.Evict], budget: Budget, batch: Sequence[Any], reading: RankedReading
-) -> list[dict[str, Any]]:
-    bounds = [np.asarray(x) for x in theorem_4(reading, chosen["uniform"])]
-    found = {}
-    for method, policy in chosen.items():
-        loss, _, keep = losses_of(policy, reading)
-        found[method] = loss, keep
-    found |= in_hindsight(reading, found["uniform"][1])
-    lines, totals = [], {}
-    for method, (loss, keep) in found.items():
-        live = np.asarray(keep.sum((1, 2, 3), dtype=jnp.int32))
-        lost, more = attention_of(reading, keep)
-        totals[method] = live[: len(batch)].tolist()
-        if totals[method] != totals["uniform"]:
-            raise ValueError(
-                f"{method} keeps {totals[method]} tokens of prompts of which uniform keeps {totals['uniform']}; "
-                "policies are compared at equal totals; raise the budget, or ask for longer prompts"
-            )
-        for i, e in enumerate(batch):
-            line = {"method": method, "budget": label(budget), "task": e.task, "index": e.index, "question": 0}
-            line |= {"loss": _exact(loss[i].mean()), "layers": _exact(loss[i]), "live": int(live[i])}
-            line |= {"lost": _exact(lost[i]), "regret": _exact(more[i])}
-            if method in ("uniform", "ada"):
-                line["least_bound"] = _exact(bounds[method == "ada"][i])
-            lines.append(line)
-    return lines
-
-
-def _exact(x: jax.Array | np.ndarray) -> Any:
-    """Numbers of float32 in the fewest digits that tell them from all others."""
-    return np.vectorize(lambda value: float(str(np.float32(value))))(np.asarray(x)).tolist()
+def _exact(x: Any) -> np.ndarray:
+    """Numbers of float32 in the fewest digits that tell them from all others; whole numbers are exact."""
+    x = np.asarray(x)
+    return x if x.dtype.kind == "i" else np.vectorize(lambda value: float(str(np.float32(value))))(x)
 
 
 def run(
@@ -290,30 +234,20 @@ def run(
         "checkpoint": models.fingerprint(experiment.prompts.source),
         "seed": experiment.prompts.seed,
     }
-    prompts, budgets = experiment.prompts, [label(b) for b in experiment.budgets]
-    keys = measured_keys((*DIVISIONS, *budget_report.HINDSIGHT), budgets, prompts)
-    tables = {label(b): directory / "tables" / f"{label(b)}.json" for b in experiment.budgets}
-    with Records(directory, config, command, restart=restart) as records:
-        in_order = lambda: [records.lines[k] for k in keys]
-        if all(k in records.lines for k in keys) and all(file.is_file() for file in tables.values()):
-            print(f"{directory} is complete; --restart runs it again")
-            return budget_report.write(directory, in_order())
-        model, params = models.load(prompts.source, dtype=prompts.dtype)
-        tokenizer = models.load_tokenizer(prompts.source)
+    tables = {b: directory / "tables" / f"{label(b)}.json" for b in experiment.budgets}
+
+    def learn_all(reader: Reader) -> job.Learned | None:
         uniform = [experiment.method(b) for b in experiment.budgets]
-        for policy in uniform:
-            kvjax.make_plan(model.config, policy, np.arange(1, prompts.length + 1), prompts.length, prompts.future)
-        reader = Reader(model, params, uniform[0], prompts, uniform, experiment.measured)
-        calibration = examples(prompts, tokenizer, "calibration")
-        readings = [reading for _, reading in reader.batches(calibration, "calibration")]
+        readings = [reading for _, reading in reader.batches("calibration", uniform, experiment.measured)]
         chosen = {}
-        for b in experiment.budgets:
+        for b, policy in zip(experiment.budgets, uniform, strict=True):
+            checkpoints = directory / "checkpoints" / label(b)
             learned, noted = learn(
-                experiment, b, readings, model, params, directory / "checkpoints" / label(b), max_steps=max_steps
+                experiment, b, readings, reader.model, reader.params, checkpoints, max_steps=max_steps
             )
-            if len(noted["losses"]) < experiment.steps:
-                return ""
-            hard, shares = learned_policy(experiment.family, learned, experiment.method(b), readings)
+            if learned is None:
+                return None
+            hard, shares = learned_policy(experiment.family, learned, policy, readings)
             table = {
                 "budget": b,
                 "heads": shares.tolist(),
@@ -322,11 +256,21 @@ def run(
                 "losses": noted["losses"],
                 "total_off": max(noted["off"]),
             }
-            tables[label(b)].parent.mkdir(exist_ok=True)
-            write_json(tables[label(b)], table)
-            chosen[label(b)] = policies(experiment, b, hard, readings)
-        del readings
+            tables[b].parent.mkdir(exist_ok=True)
+            write_json(tables[b], table)
+            chosen[b] = policies(experiment, b, hard, readings)
         every = [policy for group in chosen.values() for policy in group.values()]
-        reader = Reader(model, params, uniform[0], prompts, every, experiment.measured)
-        measure(chosen, experiment.budgets, reader, records, tokenizer)
-        return budget_report.write(directory, in_order())
+        return job.Learned(every, lambda b, reading: costs(chosen[b], reading), experiment.measured)
+
+    return job.run(
+        experiment,
+        directory,
+        command,
+        config,
+        methods=(*DIVISIONS, *report.HINDSIGHT),
+        files=tables.values(),
+        policy=lambda sizes, b: experiment.method(b),
+        learn=learn_all,
+        report=functools.partial(report.of_budgets, directory),
+        restart=restart,
+    )

@@ -1,14 +1,15 @@
 """Prompts with what follows them, read with the full cache: what is learned from and measured on."""
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 from tqdm import tqdm
 
 import kvjax
@@ -17,8 +18,8 @@ from kvjax.configs.learning import Prompts
 from kvjax.contract import Observation, Slots
 from kvjax.decide.select import ThenRandom
 from kvjax.drivers.decide import stored_under, under
-from kvjax.experiments.core.records import Key
-from kvjax.experiments.tasks import TASKS, Example, Task
+from kvjax.experiments.tasks import TASKS, Example
+from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.learning.families import View
 from kvjax.models import pad_left
@@ -26,6 +27,7 @@ from kvjax.pallas_kernels.pytree import pytree
 from kvjax.plan import planned
 from kvjax.scores.attention import ValuePrior
 
+Split = Literal["calibration", "held_out"]
 HELD_OUT = 1_000_000  # indices of held-out examples start here; calibration examples are all below
 
 
@@ -61,11 +63,6 @@ class RankedReading:
         """Slots that hold a token."""
         return self.full.live(self.score.shape[2])
 
-    @property
-    def lengths(self) -> Int[Array, "B"]:
-        """Tokens of every prompt."""
-        return self.full.lengths
-
     def slots(self, layer: int) -> Slots:
         """What a score sees of the prompt."""
         state, safe = self.full.state, self.safe[:, layer]
@@ -76,7 +73,7 @@ class RankedReading:
         """What families see, at the budget that a policy has for every prompt, on average over layers."""
         state = self.full.state
         pos = jnp.stack([kv.pos for kv in state.layers], axis=1)
-        each = planned(policy, state.plan.infos, self.lengths)[1]
+        each = planned(policy, state.plan.infos, self.full.lengths)[1]
         tokens = jnp.stack([jnp.asarray(hparams.budget) for hparams in each]).astype(float).mean(0)
         newer = jnp.flip(jnp.flip(self.safe, -1).cumsum(-1, dtype=jnp.int32), -1) - self.safe.astype(jnp.int32)
         safe = self.safe & (newer < tokens[:, None, None, None])  # slots stand in the order of positions here
@@ -86,11 +83,9 @@ class RankedReading:
         return View(self.score, pos, self.live, safe, tokens, voters, prior, self.drawn)
 
 
-def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:
+def examples(prompts: Prompts, tokenizer: Any, split: Split) -> list[Example]:
     """The prompts of "calibration" or "held_out", in an order that mixes the tasks."""
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    task = Task(encode, bos, prompts.length, prompts.seed)
+    task = task_of(tokenizer, prompts.length, prompts.seed)
     first, count = (0, prompts.calibration) if split == "calibration" else (HELD_OUT, prompts.held_out)
     if first == 0 and count > HELD_OUT:
         raise ValueError(f"{count} calibration prompts reach the held-out ones, which start at {HELD_OUT}")
@@ -99,61 +94,61 @@ def examples(prompts: Prompts, tokenizer: Any, split: str) -> list[Example]:
     return [found[i] for i in np.random.default_rng([prompts.seed, first]).permutation(len(found))]
 
 
-def measured_keys(methods: Sequence[str], budgets: Sequence[str], prompts: Prompts) -> list[Key]:
-    """What the lines of all held-out prompts are named by, in the order in which reports count them."""
-    indices = range(HELD_OUT, HELD_OUT + prompts.held_out)
-    return [(m, b, task, i, 0) for b in budgets for m in methods for task in prompts.tasks for i in indices]
-
-
+@dataclasses.dataclass(frozen=True)
 class Reader:
-    """A model and a policy, compiled for batches of one shape."""
+    """A model, and the prompts that it reads.
 
-    def __init__(
+    Attributes:
+      model, params, tokenizer: the model.
+      prompts: which, and sizes.
+    """
+
+    model: Any
+    params: Any
+    tokenizer: Any
+    prompts: Prompts
+
+    def batches(
         self,
-        model: Any,
-        params: Any,
-        policy: kvjax.Evict,
-        prompts: Prompts,
-        policies: Sequence[kvjax.Policy] = (),
+        split: Split,
+        policies: Sequence[kvjax.Policy],
         observe: tuple[Observation, ...] = (),
-    ):
-        """Nothing is read yet.
+        lacks: Callable[[Example], bool] = lambda example: True,
+    ) -> Iterator[tuple[list[Example], RankedReading]]:
+        """Examples in batches, and what was read of them, in one program.
+
+        A short batch is filled up with copies of its first example, which weigh nothing; one of which no example lacks
+        anything is left out.
 
         Args:
-          model, params: the model.
-          policy: what ranks and protects.
-          prompts: sizes.
-          policies: all others that will be applied to what is read.
+          split: "calibration" or "held_out".
+          policies: the first ranks and protects; the others, too, will be applied to what is read.
           observe: what else is observed of a prompt.
+          lacks: whether an example is wanted.
 
         Raises:
           ValueError: more future rows than tasks have text for, a policy that moves keys or has a set of slots for
             every query head.
         """
-        if policy.layout.positions != "original" or policy.layout.by_query_head:
+        p, first = self.prompts, policies[0]
+        if first.layout.positions != "original" or first.layout.by_query_head:
             raise ValueError(
                 f"rows that follow are read with keys at original positions and slots of kv heads, but the policy has "
-                f"{policy.layout}; learn with these two"
+                f"{first.layout}; learn with these two"
             )
-        if "perplexity" in prompts.tasks and prompts.future > SCORED:
-            raise ValueError(f"future={prompts.future} rows, but perplexity has {SCORED} tokens of text; ask for fewer")
-        self.params, self.prompts = params, prompts
-        self._read = jax.jit(functools.partial(_read, model, (policy, *policies), observe))
-
-    def batches(
-        self, found: Sequence[Example], title: str, lacks: Callable[[Example], bool] = lambda example: True
-    ) -> Iterator[tuple[list[Example], RankedReading]]:
-        """Examples in batches, and what was read of them; batches of which no example lacks anything are left out."""
-        B = self.prompts.batch_size
-        with tqdm(total=len(found), desc=title, unit="prompt", file=sys.stdout) as bar:
-            for start in range(0, len(found), B):
-                batch = list(found[start : start + B])
+        if "perplexity" in p.tasks and p.future > SCORED:
+            raise ValueError(f"future={p.future} rows, but perplexity has {SCORED} tokens of text; ask for fewer")
+        found = examples(p, self.tokenizer, split)
+        read = jax.jit(functools.partial(_read, self.model, tuple(policies), observe))
+        with tqdm(total=len(found), desc=split.replace("_", "-"), unit="prompt", file=sys.stdout) as bar:
+            for start in range(0, len(found), p.batch_size):
+                batch = found[start : start + p.batch_size]
                 if any(map(lacks, batch)):
-                    yield batch, self.read(batch)
+                    yield batch, read(self.params, *self._arrays(batch))
                 bar.update(len(batch))
 
-    def read(self, batch: Sequence[Example]) -> RankedReading:
-        """One batch; a short one is filled up with copies of its first example, which weigh nothing."""
+    def _arrays(self, batch: Sequence[Example]) -> tuple[np.ndarray, ...]:
+        """What `_read` takes."""
         p = self.prompts
         padded = [*batch, *[batch[0]] * (p.batch_size - len(batch))]
         prompts, given = zip(*(e.questions[0].asked(e.context, p.protocol) for e in padded), strict=True)
@@ -163,8 +158,7 @@ class Reader:
             row[: len(ids)] = ids[: p.future]
         num_given = np.array([min(len(ids), p.future) for ids in given], np.int32)
         weight = np.arange(p.batch_size) < len(batch)
-        arrays = tokens, lengths, follows, num_given, weight.astype(np.float32)
-        return self._read(self.params, *map(jnp.asarray, arrays))
+        return tokens, lengths, follows, num_given, weight.astype(np.float32)
 
 
 def _read(model, policies, observe, params, tokens, lengths, follows, num_given, weight) -> RankedReading:

@@ -24,14 +24,14 @@ from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments.core.command import check_output, write_json
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.core.provenance import environment
-from kvjax.experiments.learning.loop import fit
-from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example, Task
+from kvjax.experiments.learning import loop
+from kvjax.experiments.learning.future_rows import HELD_OUT
+from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example
+from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.training.embedded import Stage, document
-from kvjax.experiments.training.loop import ANSWER, FIRST
+from kvjax.experiments.training.loop import ANSWER, FIRST, drawn
 from kvjax.learning.gates import Attention, distance, penalty
 from kvjax.models.embedded import EMBEDDED
-
-HELD_OUT = 1_000_000  # indices of examples that nothing is learned from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +66,9 @@ class Learning:
 
 def texts(how: Learning, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids and which states count, of one step: a function of seed and step alone."""
-    rng = np.random.default_rng([how.seed, step])
     stage = Stage(how.steps, how.length, how.batch, filler=(0.2, 0.95))
-    found = [document(rng, stage) for _ in range(how.batch)]
-    tokens, classes = (np.stack(x) for x in zip(*found, strict=True))
-    return tokens[:, :-1].astype(np.int32), np.isin(classes[:, 1:], (ANSWER, FIRST))
+    tokens, classes, _ = drawn(np.random.default_rng([how.seed, step]), stage, document, jumps=0.0, most=how.length)
+    return tokens[:, :-1], np.isin(classes[:, 1:], (ANSWER, FIRST))
 
 
 def learn(
@@ -98,14 +96,14 @@ def learn(
         moved = distance(of, gates, pos, counts, sinks=how.sinks, recent=how.recent)
         return moved + penalty(gates, how.weight), {"losses": moved}
 
-    gates, noted = fit(
+    gates, noted = loop.fit(
         directory,
         dataclasses.asdict(how),
         jnp.ones(shape),
+        loop.adam(how.rate, how.steps),
         loss,
-        lambda step: (params, *map(jnp.asarray, batches(step))),
-        steps=how.steps,
-        rate=how.rate,
+        lambda step, stage: (params, *batches(step)),
+        [loop.Stage(how.steps)],
         within=lambda gates: jnp.clip(gates, 0.0, 1.0),
     )
     return np.asarray(gates), noted["losses"]
@@ -116,8 +114,7 @@ def learn(
 
 def examples(tokenizer: Any, length: int, count: int) -> list[Example]:
     """Held-out prompts of the retrieval tasks."""
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    task = Task(encode, (tokenizer.bos_token_id,), length, 0)
+    task = task_of(tokenizer, length, 0)
     return [TASKS[name](task, HELD_OUT + i) for name in RETRIEVAL for i in range(count)]
 
 
@@ -142,44 +139,22 @@ def needed(model: Any, policy: kvjax.Policy, length: int, steps: int) -> int:
     return sum(int(sizes.total.max()) for sizes in each)
 
 
-def measure(
-    model: Any,
-    params: Any,
-    tokenizer: Any,
-    gates: np.ndarray,
-    how: Learning,
-    shares: Sequence[float],
-    found: Sequence[Example],
-    *,
-    length: int,
-    batch: int,
-) -> list[dict[str, Any]]:
-    """Retrieval of every policy.
+def policies(
+    gates: np.ndarray, how: Learning, share: float, slots: Callable[[kvjax.Policy], int], most: int
+) -> dict[str, kvjax.Policy]:
+    """What is measured at a share of streaming heads: the heads of the smallest gates, some at random, and SnapKV.
 
     Args:
-      model, params, tokenizer: the model.
       gates: what was learned.
       how: sinks and recent tokens.
-      shares: of streaming heads.
-      found: the prompts.
-      length: of these.
-      batch: prompts together.
+      share: of streaming heads.
+      slots: how many a policy needs, `most` of every head for answers.
+      most: tokens of an answer.
     """
-    most = max(e.questions[0].max_new_tokens for e in found)
-    score = lambda policy: retrieved(model, params, tokenizer, policy, found, batch)
-    slots = lambda policy: needed(model, policy, length, most)
     drawn = np.random.default_rng(how.seed).permutation(gates.size).reshape(gates.shape) / gates.size
-    duo = lambda table, share: methods.duo_attention(table, streaming=share, sinks=how.sinks, recent=how.recent)
-    rows = [{"policy": "full", "slots": slots(methods.full()), "score": score(methods.full())}]
-    for share in shares:
-        learned = duo(gates, share)
-        budget = slots(learned) // gates.size - most
-        policies = {"learned": learned, "random": duo(drawn, share), "snapkv": methods.snapkv(budget, window=16)}
-        for name, policy in policies.items():
-            row = {"policy": name, "streaming_heads": share, "slots": slots(policy), "score": score(policy)}
-            rows.append(row)
-            print(row, flush=True)
-    return rows
+    duo = lambda table: methods.duo_attention(table, streaming=share, sinks=how.sinks, recent=how.recent)
+    snapkv = methods.snapkv(slots(duo(gates)) // gates.size - most, window=16)
+    return {"learned": duo(gates), "random": duo(drawn), "snapkv": snapkv}
 
 
 def run(
@@ -211,7 +186,17 @@ def run(
     checkpoints = output.with_name(f"{output.name}.checkpoints")
     gates, moved = learn(hidden, params, shape, how, lambda step: texts(how, step), checkpoints)
     print(np.round(gates, 3))
-    rows = measure(model, params, tokenizer, gates, how, shares, found, length=length, batch=batch)
+    most = max(e.questions[0].max_new_tokens for e in found)
+    slots = lambda policy: needed(model, policy, length, most)
+    each = [({"policy": "full"}, methods.full())]
+    for share in shares:
+        of = policies(gates, how, share, slots, most)
+        each += [({"policy": name, "streaming_heads": share}, policy) for name, policy in of.items()]
+    rows = []
+    for named, policy in each:
+        score = retrieved(model, params, tokenizer, policy, found, batch)
+        rows.append(named | {"slots": slots(policy), "score": score})
+        print(rows[-1], flush=True)
     content = {"gates": gates.tolist(), "learning": dataclasses.asdict(how), "distance": moved, "retrieval": rows}
     write_json(output, {"environment": environment(["python", *sys.argv]), **content})
     shutil.rmtree(checkpoints)

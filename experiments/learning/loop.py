@@ -1,5 +1,6 @@
 """Gradient steps with checkpoints, after which an interrupted run goes on with the same bits."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -18,44 +19,92 @@ from kvjax.experiments import stopping
 from kvjax.experiments.core.locks import Locked
 from kvjax.models.written import naming
 
-Progress = dict[str, Any]
-"""What JSON holds of where learning stands; `step` counts updates."""
+Noted = dict[str, list[float]]
+"""What the loss notes, a number a step."""
+RECENT = 20  # steps whose mean decides whether a stage has been learned
 Batch = TypeVar("Batch")
 
 
-def go_through(
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stretch of learning.
+
+    Attributes:
+      steps: at most this many.
+      until: advance when the mean of what is noted as `accuracy` over 20 steps exceeds this; None for all steps.
+      rate: what updates are multiplied by at the beginning and the end; None leaves them.
+    """
+
+    steps: int
+    until: float | None = dataclasses.field(default=None, kw_only=True)
+    rate: tuple[float, float] | None = dataclasses.field(default=None, kw_only=True)
+
+    def rate_at(self, step: int) -> float | None:
+        """What the updates of one of its steps are multiplied by."""
+        if self.rate is None:
+            return None
+        first, last = self.rate
+        return first + (last - first) * (step / self.steps)
+
+    def ends(self, steps: int, noted: Noted) -> bool:
+        """Whether it ends after so many steps of it."""
+        learned = self.until is not None and steps >= RECENT and np.mean(noted["accuracy"][-RECENT:]) > self.until
+        return steps == self.steps or bool(learned)
+
+
+def fit(
     directory: pathlib.Path,
     identity: Any,
-    state: PyTree[Any],
-    progress: Progress,
-    advance: Callable[[PyTree[Any], Progress], tuple[PyTree[Any], Progress, str]],
+    params: PyTree[Any],
+    tx: optax.GradientTransformation,
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
+    data: Callable[[int, Any], Sequence[Any]],
+    stages: Sequence[Stage],
     *,
-    title: str,
-    total: int,
-    more: Callable[[Progress], bool],
+    max_steps: int | None = None,
+    title: str = "learn",
+    within: Callable[[PyTree[Any]], PyTree[Any]] = lambda params: params,
     save_every: int = 50,
-) -> tuple[PyTree[Any], Progress]:
-    """Takes steps while there are more, or goes on where an interrupted run stopped.
+) -> tuple[Any, Noted]:
+    """Makes a loss small by gradient, or goes on where an interrupted run stopped.
 
     Args:
       directory: of the checkpoints (orbax); made if absent.
       identity: what a run that goes on must share with the one that stopped; JSON.
-      state: parameters and optimiser state at the start.
-      progress: at the start.
-      advance: one step, a function of state and progress alone: both after it, and what the bar shows of it.
+      params: what is learned, at the start.
+      tx: the optimiser.
+      loss: of what is learned and of a step's data: what is made small, and what is noted, `losses` among it.
+      data: of a step and its stage, a function of these alone.
+      stages: one after the other.
+      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
       title: of the bar.
-      total: steps at most.
-      more: whether a step follows.
+      within: puts what was learned back to where it is allowed.
       save_every: steps between checkpoints.
 
+    Returns:
+      What was learned, None if `max_steps` came first; and what was noted at every step.
+
     Raises:
-      ValueError: a checkpoint that cannot be read or belongs to another run, or another process that writes there.
+      ValueError: a loss that is not finite, a checkpoint that cannot be read or belongs to another run, or another
+        process that writes there.
       OSError: a disk without room for a checkpoint.
     """
     import orbax.checkpoint as ocp  # which takes longer to import than --help should
 
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    @jax.jit
+    def update(state, rate, *data):
+        (_, noted), grads = jax.value_and_grad(loss, has_aux=True)(state["params"], *data)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        updates = updates if rate is None else optax.tree.scale(rate, updates)
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": within(params), "opt_state": opt_state}, noted
+
+    steps = sum(stage.steps for stage in stages)
+    state = {"params": params, "opt_state": tx.init(params)}
+    at: dict[str, Any] = {"step": 0, "stage": 0, "step_in_stage": 0, "noted": {}}
+    more = lambda: at["stage"] < len(stages) and (max_steps is None or at["step"] < max_steps)
     stored = lambda: f"{directory} holds step {manager.latest_step()}, and the same command goes on from there"
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     with (
         Locked(directory),
         ocp.CheckpointManager(directory.absolute(), options=options) as manager,
@@ -63,21 +112,30 @@ def go_through(
         stopping.finishing("this step, and its checkpoint"),
     ):
         if manager.latest_step() is not None:
-            state, progress = _restored(manager, directory, state, identity)
-            print(f"resumed at step {progress['step']} from {directory}")
-        with tqdm(total=total, initial=progress["step"], desc=title, file=sys.stdout) as bar:
-            while more(progress):
-                state, progress, shown = advance(state, progress)
+            state, at = _restored(manager, directory, state, identity)
+            print(f"resumed at step {at['step']} from {directory}")
+        with tqdm(total=steps, initial=at["step"], desc=title, file=sys.stdout) as bar:
+            while more():
+                step, number, i, before = at.values()
+                stage = stages[number]
+                state, found = update(state, stage.rate_at(i), *data(step, stage))
+                noted: Noted = {name: [*before.get(name, []), float(x)] for name, x in found.items()}
+                if not math.isfinite(now := noted["losses"][-1]):
+                    raise ValueError(f"the loss is {now} at step {step}; lower the learning rate, and begin anew")
+                at = {"step": step + 1, "stage": number, "step_in_stage": i + 1, "noted": noted}
+                if stage.ends(i + 1, noted):
+                    at |= {"stage": number + 1, "step_in_stage": 0}
                 bar.update()
-                bar.set_postfix_str(shown)
-                if progress["step"] % save_every == 0 or not more(progress) or stopping.asked():
-                    saved = {"progress": progress, "identity": identity}
-                    both = {"state": ocp.args.StandardSave(state), "progress": ocp.args.JsonSave(saved)}
+                lately = {name: f"{np.mean(x[-10:]):.4f}" for name, x in noted.items()}
+                bar.set_postfix(lately, stage=f"{number + 1}/{len(stages)}")
+                if at["step"] % save_every == 0 or not more() or stopping.asked():
                     _check_room(directory, state)
-                    manager.save(progress["step"], args=ocp.args.Composite(**both))
+                    progress = ocp.args.JsonSave({"progress": at, "identity": identity})
+                    both = ocp.args.Composite(state=ocp.args.StandardSave(state), progress=progress)
+                    manager.save(at["step"], args=both)
                     stopping.check()
         manager.wait_until_finished()
-    return state, progress
+    return (None if at["stage"] < len(stages) else state["params"]), at["noted"]
 
 
 def _check_room(directory: pathlib.Path, state: PyTree[Any]) -> None:
@@ -88,7 +146,7 @@ def _check_room(directory: pathlib.Path, state: PyTree[Any]) -> None:
         file.flush()
 
 
-def _restored(manager: Any, directory: pathlib.Path, state: Any, identity: Any) -> tuple[Any, Progress]:
+def _restored(manager: Any, directory: pathlib.Path, state: Any, identity: Any) -> tuple[Any, dict[str, Any]]:
     """State, like the one given, and progress of the last checkpoint."""
     from orbax.checkpoint import args
 
@@ -109,69 +167,9 @@ def _restored(manager: Any, directory: pathlib.Path, state: Any, identity: Any) 
     return saved.state, progress
 
 
-def fit(
-    directory: pathlib.Path,
-    identity: Any,
-    start: PyTree[Any],
-    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]],
-    data: Callable[[int], Sequence[Any]],
-    *,
-    steps: int,
-    rate: float,
-    max_steps: int | None = None,
-    title: str = "learn",
-    within: Callable[[PyTree[Any]], PyTree[Any]] = lambda learned: learned,
-) -> tuple[PyTree[Any], dict[str, list[float]]]:
-    """Makes a loss small by Adam, or goes on where an interrupted run stopped.
-
-    Args:
-      directory, identity: see `go_through`.
-      start: what is learned, at the start.
-      loss: of what is learned and of a step's data: what is made small, and what is noted, `losses` among it.
-      data: of a step, a function of its number alone.
-      steps: updates.
-      rate: Adam's learning rate at the start; it falls to a tenth of itself along a cosine.
-      max_steps: stop, with a checkpoint, after this many steps in all; for trying things out.
-      title: of the bar.
-      within: puts what was learned back to where it is allowed.
-
-    Returns:
-      What was learned, and what was noted at every step.
-
-    Raises:
-      ValueError: `losses` that are not finite, or what `go_through` raises.
-    """
-    tx = optax.adam(optax.cosine_decay_schedule(rate, steps, alpha=0.1))
-    last = steps if max_steps is None else min(max_steps, steps)
-
-    @jax.jit
-    def update(state, *data):
-        (_, noted), grads = jax.value_and_grad(loss, has_aux=True)(state["learned"], *data)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["learned"])
-        return {"learned": within(optax.apply_updates(state["learned"], updates)), "opt_state": opt_state}, noted
-
-    def advance(state: dict[str, Any], progress: Progress) -> tuple[dict[str, Any], Progress, str]:
-        step = progress["step"]
-        state, found = update(state, *data(step))
-        noted: dict[str, list[float]] = {
-            name: [*progress["noted"].get(name, []), float(x)] for name, x in found.items()
-        }
-        now = noted["losses"][-1]
-        if not math.isfinite(now):
-            raise ValueError(f"the loss is {now} at step {step}; lower rate={rate}, and begin anew")
-        return state, {"step": step + 1, "noted": noted}, f"loss {np.mean(noted['losses'][-10:]):.4f}"
-
-    state, progress = go_through(
-        directory,
-        identity,
-        {"learned": start, "opt_state": tx.init(start)},
-        {"step": 0, "noted": {}},
-        advance,
-        title=title,
-        total=steps,
-        more=lambda progress: progress["step"] < last,
-    )
-    return state["learned"], progress["noted"]
+def adam(rate: float, steps: int) -> optax.GradientTransformation:
+    """Adam, whose learning rate begins at `rate` and falls to a tenth of itself along a cosine."""
+    return optax.adam(optax.cosine_decay_schedule(rate, steps, alpha=0.1))
 
 
 def shuffled(batches: Sequence[Batch], seed: int) -> Callable[[int], Batch]:

@@ -182,6 +182,12 @@ class Task:
         return self.bos + tuple(t for _, ids in ordered for t in ids)
 
 
+def task_of(tokenizer: Any, length: int, seed: int, text: str = "") -> Task:
+    """What builders need, of a tokenizer."""
+    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    return Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, bos, length, seed, text, tokenizer)
+
+
 @runtime_checkable
 class Builder(Interface):
     """What makes the examples of a task, each from its index alone; one with a `__len__` has so many."""

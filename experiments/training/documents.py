@@ -11,39 +11,21 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.experiments import corpus
+from kvjax.experiments.corpus import Phrasing
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 
 Ids = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Wording:
-    """How a fact is stated and asked for; "{}" stands for its name.
-
-    Attributes:
-      fact: what stands before the value.
-      question: what asks for it.
-      answer: what stands before the value in the answer. Where it differs from `fact`, the value cannot be found by
-        what precedes it.
-    """
-
-    fact: str
-    question: str
-    answer: str
-
-
 WORDINGS = (
-    *(
-        Wording(" {} ".join(p.fact).strip(), " {} ".join(p.question).strip(), " {} ".join(p.answer).strip())
-        for p in corpus.PHRASINGS
-    ),
-    Wording("the code for {} is", "what is the code for {} ?", ":"),
-    Wording("{} has the number", "which number has {} ?", ":"),
-    Wording("note : the secret of {} was", "the secret of {} , please .", "it was"),
-    Wording("they list {} with", "please list {} .", "{} with"),
-    Wording("is {} near ? she has", "question : {} ?", "answer :"),
+    *corpus.PHRASINGS,
+    Phrasing(("the code for", "is"), ("what is the code for", "?"), (":",)),
+    Phrasing(("", "has the number"), ("which number has", "?"), (":",)),
+    Phrasing(("note : the secret of", "was"), ("the secret of", ", please ."), ("it was",)),
+    Phrasing(("they list", "with"), ("please list", "."), ("", "with")),
+    Phrasing(("is", "near ? she has"), ("question :", "?"), ("answer :",)),
 )
-PAIR = Wording("{}", "{}", "")
+PAIR = Phrasing(("", ""), ("", ""), ("",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,29 +195,32 @@ class Documents:
                 name, value = self._name(rng, taken), self._value(rng, sizes)
                 known.append((name, value))
                 self._worded(put, stated.fact, name)
-                for word in value:
-                    put(self.ids(word), 0)
+                self._say_words(put, value)
                 put(self.ids("."), LANGUAGE)
 
-    def _worded(self, put: Say, pattern: str, name: str, named: int = 0) -> None:
-        """A pattern with its name, whose tokens are of class `named`."""
-        before, _, after = pattern.partition("{}")
-        for words, kind in ((before, LANGUAGE), (name if "{}" in pattern else "", named), (after, LANGUAGE)):
-            if words.strip():
-                put(self.ids(words.strip()), kind)
+    def _say_words(self, put: Say, words: Sequence[str]) -> None:
+        """Words that nothing tells of before."""
+        for word in words:
+            put(self.ids(word), 0)
 
-    def _ask(self, put: Say, wording: Wording, asked: Sequence[tuple[str, list[str]]]) -> None:
+    def _worded(self, put: Say, around: Sequence[str], name: str, named: int = 0) -> None:
+        """What stands before a name and after it, the name's tokens of class `named`; or something alone."""
+        before, *after = around
+        for words, kind in ((before, LANGUAGE), (name if after else "", named), *((x, LANGUAGE) for x in after)):
+            if words:
+                put(self.ids(words), kind)
+
+    def _ask(self, put: Say, wording: Phrasing, asked: Sequence[tuple[str, list[str]]]) -> None:
         """Asks for all names, then gives their values."""
         for name, _ in asked:
             self._worded(put, wording.question, name)
         for i, (name, value) in enumerate(asked):
-            self._worded(put, wording.answer, name, named=ANSWER if i or "{}" in wording.answer else 0)
+            self._worded(put, wording.answer, name, named=ANSWER if i or len(wording.answer) == 2 else 0)
             self._reply(put, value)
 
     def _ask_for_name(self, put: Say, name: str, value: Sequence[str]) -> None:
         put(self.ids("who has"), LANGUAGE)
-        for word in value:
-            put(self.ids(word), 0)
+        self._say_words(put, value)
         put(self.ids("?"), LANGUAGE)
         self._reply(put, name.split())
 
@@ -277,8 +262,7 @@ class Documents:
 
     def _list(self, say: Say, words: Sequence[str]) -> None:
         say(self.ids("list :"), LANGUAGE)
-        for word in words:
-            say(self.ids(word), 0)
+        self._say_words(say, words)
 
 
 def _answer(ids: Sequence[int], *, shown: int) -> list[int]:

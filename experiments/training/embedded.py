@@ -46,7 +46,7 @@ CONFIG = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage(loop.Stage):
+class Stage(loop.DocumentStage):
     """A stretch of the curriculum.
 
     Attributes:
@@ -132,21 +132,12 @@ def _question(phrasing: corpus.Phrasing, asked: list[tuple[str, list[str]]]) -> 
 
 
 def batch(seed: int, step: int, stage: Stage) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, classes, positions) of one step: a function of seed and step alone, whoever asks."""
-    rng = np.random.default_rng([seed, step])
-    tokens, classes = (np.stack(x) for x in zip(*(document(rng, stage) for _ in range(stage.batch)), strict=True))
-    return (
-        tokens.astype(np.int32),
-        classes.astype(np.int32),
-        np.stack([_positions(rng, stage.length) for _ in range(stage.batch)]),
-    )
+    """(tokens, classes, positions) of one step: a function of seed and step alone, whoever asks.
 
-
-def _positions(rng: np.random.Generator, length: int) -> np.ndarray:
-    """Positions, in long documents often with a few random jumps, up to the model's longest."""
-    if length >= 256 and rng.random() < 0.7:
-        return loop.jumps(rng, length, CONFIG.max_position)
-    return np.arange(length, dtype=np.int32)
+    In long documents positions often jump, up to the model's longest.
+    """
+    jumps = 0.7 if stage.length >= 256 else 0.0
+    return loop.drawn(np.random.default_rng([seed, step]), stage, document, jumps=jumps, most=CONFIG.max_position)
 
 
 # --- parameters ---
@@ -208,20 +199,11 @@ HOW = loop.Options(pathlib.Path("results/train_embedded"), EMBEDDED)
 
 def train(how: Annotated[loop.Options, tyro.conf.arg(name="")] = HOW) -> None:
     """Trains the embedded model, or goes on where an interrupted run stopped."""
-    how.check()
-    trained = loop.train(
-        initial_params(jax.random.key(how.seed)),
-        LanguageModel(CONFIG),
-        without_cache,
-        4e-3,
-        functools.partial(batch, how.seed),
-        CURRICULUM,
-        {},
-        how,
-    )
-    if trained is None:
-        return
-    save(how.output, LanguageModel(CONFIG), trained, dtype="float16")
-    special = {"pad_token": corpus.PAD, "bos_token": corpus.BOS, "eos_token": corpus.EOS, "unk_token": corpus.UNK}
-    write_tokenizer(how.output, corpus.VOCABULARY, special=special)
-    print(f"wrote {how.output}")
+    model = LanguageModel(CONFIG)
+
+    def write(params: PyTree[Any]) -> None:
+        save(how.output, model, params, dtype="float16")
+        write_tokenizer(how.output, corpus.VOCABULARY, special=loop.SPECIAL)
+
+    of_step = functools.partial(batch, how.seed)
+    loop.train(initial_params, model, without_cache, 4e-3, of_step, CURRICULUM, how, write)

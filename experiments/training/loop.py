@@ -1,4 +1,4 @@
-"""What the trainings share: parameters at the start, optimiser, loss, and a curriculum of stages."""
+"""What the trainings share: parameters at the start, optimiser, and loss."""
 
 import dataclasses
 import pathlib
@@ -12,12 +12,13 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.configs.experiment import check_whole
+from kvjax.experiments import corpus
 from kvjax.experiments.core.command import check_output
-from kvjax.experiments.learning.loop import Progress, go_through
+from kvjax.experiments.learning.loop import Stage, fit
 from kvjax.models import LanguageModel, num_params
 
+SPECIAL = {"pad_token": corpus.PAD, "bos_token": corpus.BOS, "eos_token": corpus.EOS, "unk_token": corpus.UNK}
 LANGUAGE, ANSWER, FIRST = 1, 2, 3  # classes of predicted tokens; 0 is unpredictable and costs nothing
-RECENT = 20  # steps whose mean decides whether a stage has been learned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +54,16 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
-    """A stretch of a curriculum.
+class DocumentStage(Stage):
+    """A stretch of a curriculum, which advances when first tokens of answers are right.
 
     Attributes:
-      steps: at most this many.
       length, batch: of the documents.
-      until: advance when the mean accuracy on first tokens of answers over 20 steps exceeds this; None for all steps.
-      rate: learning rate at the beginning and the end, relative.
+      rate: what updates are multiplied by at the beginning and the end.
     """
 
-    steps: int
     length: int
     batch: int
-    until: float | None = dataclasses.field(default=None, kw_only=True)
     rate: tuple[float, float] = dataclasses.field(default=(1.0, 1.0), kw_only=True)
 
 
@@ -116,101 +113,93 @@ def optimizer(adam_rate: float) -> optax.GradientTransformation:
 
 def loss_of(
     logits: Float[Array, "B T V"], targets: Int[Array, "B T"], kind: Int[Array, "B T"]
-) -> tuple[Float[Array, ""], Float[Array, "3"]]:
-    """Loss, and (loss on answers, loss on language, accuracy on first tokens): language costs three tenths."""
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Loss on answers, and three tenths of that on language; with both, and the accuracy on first tokens."""
     ce = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     mean = lambda x, mask: (x * mask).sum() / jnp.maximum(mask.sum(), 1.0)
     masks = [m.astype(jnp.float32) for m in (kind >= ANSWER, kind == LANGUAGE, kind == FIRST)]
     right = (logits.argmax(-1) == targets).astype(jnp.float32)
     answers, language, first = mean(ce, masks[0]), mean(ce, masks[1]), mean(right, masks[2])
-    return answers + 0.3 * language, jnp.stack([answers, language, first])
+    loss = answers + 0.3 * language
+    return loss, {"losses": loss, "answers": answers, "language": language, "accuracy": first}
 
 
-def make_step(model: LanguageModel, attend: Callable[..., Any], tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """One jitted update `(params, opt_state, rate, tokens, classes, *data)`, where `attend(*data)` is the attention."""
+def drawn(
+    rng: np.random.Generator,
+    stage: DocumentStage,
+    document: Callable[[np.random.Generator, Any], tuple[np.ndarray, np.ndarray]],
+    *,
+    jumps: float,
+    most: int,
+) -> tuple[Int[np.ndarray, "B _"], Int[np.ndarray, "B _"], Int[np.ndarray, "B T"]]:
+    """Tokens and classes of a stage's documents, and positions, some with one to six jumps (PoSE, arXiv 2309.10400).
+
+    Args:
+      rng: draws them.
+      stage: how many, and how long.
+      document: draws one, of a token more than the stage says.
+      jumps: probability that the positions of a document jump.
+      most: positions are below this.
+    """
+    each = [document(rng, stage) for _ in range(stage.batch)]
+    tokens, classes = (np.stack(x).astype(np.int32) for x in zip(*each, strict=True))
+    positions = np.tile(np.arange(stage.length, dtype=np.int32), (stage.batch, 1))
+    for pos in positions:
+        if rng.random() < jumps:
+            n = rng.integers(1, 7)
+            sizes = rng.dirichlet(np.ones(n)) * rng.integers(0, most - stage.length + 1)
+            for cut, size in zip(rng.integers(1, stage.length, n), sizes, strict=True):
+                pos[cut:] += int(size)
+    return tokens, classes, positions
+
+
+def train(
+    initial: Callable[[Array], PyTree[Any]],
+    model: LanguageModel,
+    attend: Callable[..., Any],
+    adam_rate: float,
+    batch: Callable[[int, Any], tuple[Any, ...]],
+    curriculum: Sequence[DocumentStage],
+    how: Options,
+    write: Callable[[PyTree[Any]], None],
+    **identity: str,
+) -> None:
+    """Goes through a curriculum, or goes on where an interrupted run stopped, and writes the model at the end.
+
+    Args:
+      initial: parameters at the start, of a key.
+      model: the model.
+      attend: the attention, of what follows tokens and classes in a batch.
+      adam_rate: see `optimizer`.
+      batch: tokens, classes and what `attend` takes, of a step and its stage: a function of these alone.
+      curriculum: stages.
+      how: checkpoints and steps.
+      write: writes the trained parameters.
+      identity: what a run that goes on must share with the one that stopped, beside seed, model and curriculum.
+
+    Raises:
+      ValueError: options that cannot be, or the checkpoints of another run.
+    """
+    how.check()
+    params = initial(jax.random.key(how.seed))
+    print(f"{num_params(params):,} parameters, at most {sum(stage.steps for stage in curriculum)} steps")
 
     def loss(params, tokens, classes, *data):
         logits = model(params, tokens[:, :-1], attend=attend(*data))
         return loss_of(logits, tokens[:, 1:], classes[:, 1:])
 
-    @jax.jit
-    def step(params, opt_state, rate, *data):
-        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, *data)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        updates = jax.tree.map(lambda u: u * rate, updates)
-        return optax.apply_updates(params, updates), opt_state, metrics
-
-    return step
-
-
-def jumps(rng: np.random.Generator, length: int, most: int) -> Int[np.ndarray, "T"]:
-    """Positions with one to six random jumps, below `most` (PoSE, arXiv 2309.10400)."""
-    pos = np.arange(length)
-    n = rng.integers(1, 7)
-    sizes = rng.dirichlet(np.ones(n)) * rng.integers(0, most - length + 1)
-    for cut, size in zip(rng.integers(1, length, n), sizes, strict=True):
-        pos[cut:] += int(size)
-    return pos.astype(np.int32)
-
-
-def train(
-    params: PyTree[Any],
-    model: LanguageModel,
-    attend: Callable[..., Any],
-    adam_rate: float,
-    batch: Callable[[int, Any], tuple[Any, ...]],
-    curriculum: Sequence[Stage],
-    identity: dict[str, Any],
-    how: Options,
-) -> PyTree[Any] | None:
-    """Goes through a curriculum, or goes on where an interrupted run stopped.
-
-    Args:
-      params: at the start.
-      model, attend: see `make_step`.
-      adam_rate: see `optimizer`.
-      batch: tokens, classes and what `attend` takes, of a step and its stage: a function of these alone.
-      curriculum: stages.
-      identity: what a run that goes on must share with the one that stopped, beside seed, model and curriculum.
-      how: checkpoints and steps.
-
-    Returns:
-      The parameters at the end, None if `max_steps` came first.
-
-    Raises:
-      ValueError: the checkpoints are another run's.
-    """
-    tx = optimizer(adam_rate)
-    step_fn = make_step(model, attend, tx)
-    steps = sum(stage.steps for stage in curriculum)
-    print(f"{num_params(params):,} parameters, at most {steps} steps")
-
-    def advance(state: PyTree[Any], progress: Progress) -> tuple[PyTree[Any], Progress, str]:
-        at, i, step = progress["stage"], progress["step_in_stage"], progress["step"]
-        stage = curriculum[at]
-        rate = stage.rate[0] + (stage.rate[1] - stage.rate[0]) * (i / stage.steps)
-        data = batch(step, stage)
-        params, opt_state, metrics = step_fn(state["params"], state["opt_state"], jnp.float32(rate), *data)
-        answers, language, first = np.asarray(metrics).tolist()
-        recent = [*progress["recent"], first][-RECENT:]
-        learned = stage.until is not None and len(recent) == RECENT and np.mean(recent) > stage.until
-        progress = {"step": step + 1, "stage": at, "step_in_stage": i + 1, "recent": recent}
-        if learned or i + 1 == stage.steps:
-            progress |= {"stage": at + 1, "step_in_stage": 0, "recent": []}
-        shown = f"stage {at + 1}/{len(curriculum)}, length {stage.length}, answers {answers:.3f}, "
-        shown += f"language {language:.3f}, first token {first:.2f}"
-        return {"params": params, "opt_state": opt_state}, progress, shown
-
-    unfinished = lambda progress: progress["stage"] < len(curriculum)
-    state, progress = go_through(
+    trained, _ = fit(
         how.checkpoints,
         {"seed": how.seed, "config": repr(model.config), **identity, "curriculum": repr(curriculum)},
-        {"params": params, "opt_state": tx.init(params)},
-        {"step": 0, "stage": 0, "step_in_stage": 0, "recent": []},
-        advance,
+        params,
+        optimizer(adam_rate),
+        loss,
+        batch,
+        curriculum,
+        max_steps=how.max_steps,
         title="train",
-        total=steps,
-        more=lambda progress: unfinished(progress) and (how.max_steps is None or progress["step"] < how.max_steps),
         save_every=how.save_every,
     )
-    return None if unfinished(progress) else state["params"]
+    if trained is not None:
+        write(trained)
+        print(f"wrote {how.output}")

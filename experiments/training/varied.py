@@ -29,28 +29,22 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from kvjax.experiments import corpus
 from kvjax.experiments.core.setup import read_text
-from kvjax.experiments.training import loop
+from kvjax.experiments.training import embedded, loop
 from kvjax.experiments.training.documents import Documents, Sizes
-from kvjax.models import LanguageModel, ModelConfig, Rope, save
+from kvjax.models import LanguageModel, save
 from kvjax.models.embedded import VARIED, save_tokenizer
 
-SPECIAL = {"pad_token": corpus.PAD, "bos_token": corpus.BOS, "eos_token": corpus.EOS, "unk_token": corpus.UNK}
-BOS, EOS = (list(SPECIAL.values()).index(token) for token in (corpus.BOS, corpus.EOS))
+BOS, EOS = (list(loop.SPECIAL.values()).index(token) for token in (corpus.BOS, corpus.EOS))
 KINDS = ("running", "copies", "facts", "lists", "echoes")
 HELD_OUT = 0.1  # of the text, at its end, is never trained on
 LOCAL = 24  # tokens back that no slot is hidden from
 LONGEST = 2560  # positions are below this
 
-CONFIG = ModelConfig(
+CONFIG = dataclasses.replace(
+    embedded.CONFIG,
     vocab_size=2048,
     embed_dim=256,
     mlp_dim=512,
-    num_layers=4,
-    num_query_heads=8,
-    num_kv_heads=4,
-    head_dim=32,
-    rope=Rope(theta=10000.0),
-    tie_embeddings=True,
     max_position=4096,
     qkv_bias=True,
     bos_id=BOS,
@@ -59,7 +53,7 @@ CONFIG = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage(loop.Stage):
+class Stage(loop.DocumentStage):
     """A stretch of the curriculum.
 
     Attributes:
@@ -103,7 +97,7 @@ def fitted(text: str) -> tokenizers.Tokenizer:
     digits = " " + " ".join(corpus.DIGITS)
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=CONFIG.vocab_size,
-        special_tokens=list(SPECIAL.values()),
+        special_tokens=list(loop.SPECIAL.values()),
         show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -113,17 +107,13 @@ def fitted(text: str) -> tokenizers.Tokenizer:
 
 def batch(documents: Documents, seed: int, step: int, stage: Stage) -> tuple[Any, ...]:
     """Tokens, classes, and what `Hiding` takes: a function of seed and step alone, whoever asks."""
-    rng = np.random.default_rng([seed, step])
-    shares = np.array(stage.kinds) / sum(stage.kinds)
-    drawn = [
-        documents.draw(rng, stage.length + 1, KINDS[rng.choice(len(KINDS), p=shares)], stage.sizes)
-        for _ in range(stage.batch)
-    ]
-    tokens, classes = (np.stack(x).astype(np.int32) for x in zip(*drawn, strict=True))
-    pos = np.tile(np.arange(stage.length, dtype=np.int32), (stage.batch, 1))
-    for row in range(stage.batch):
-        if rng.random() < stage.jumps:
-            pos[row] = loop.jumps(rng, stage.length, LONGEST - 1)
+    rng, shares = np.random.default_rng([seed, step]), np.array(stage.kinds) / sum(stage.kinds)
+
+    def document(rng: np.random.Generator, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
+        kind = KINDS[rng.choice(len(KINDS), p=shares)]
+        return documents.draw(rng, stage.length + 1, kind, stage.sizes)
+
+    tokens, classes, pos = loop.drawn(rng, stage, document, jumps=stage.jumps, most=LONGEST - 1)
     far = (rng.uniform(0, stage.far, stage.batch) * (rng.random(stage.batch) < 0.6)).astype(np.float32)
     in_all_heads = rng.random(stage.batch) < 0.4
     hidden = np.float32(stage.near), far, in_all_heads, np.int32(stage.first)
@@ -193,24 +183,15 @@ def train(text: pathlib.Path, how: Annotated[loop.Options, tyro.conf.arg(name=""
       text: a file of running text in UTF-8, its paragraphs with an empty line between them; a megabyte will do.
       how: checkpoints and steps.
     """
-    how.check()
     whole = read_text(str(text))
     given = whole[: int((1 - HELD_OUT) * len(whole))]
-    tokenizer = fitted(given)
+    tokenizer, model = fitted(given), LanguageModel(CONFIG)
     documents = Documents(lambda s: tokenizer.encode(s).ids, BOS, given)
-    model, key = LanguageModel(CONFIG), jax.random.key(how.seed)
-    trained = loop.train(
-        loop.initialised(model.shapes, key, embedding_std=0.1, bias_std=1.0),
-        model,
-        Hiding,
-        3e-3,
-        functools.partial(batch, documents, how.seed),
-        CURRICULUM,
-        {"text": hashlib.sha256(given.encode()).hexdigest()},
-        how,
-    )
-    if trained is None:
-        return
-    save(how.output, *as_llama(trained), dtype="float16")
-    save_tokenizer(how.output, tokenizer, special=SPECIAL)
-    print(f"wrote {how.output}")
+
+    def write(params: PyTree[Any]) -> None:
+        save(how.output, *as_llama(params), dtype="float16")
+        save_tokenizer(how.output, tokenizer, special=loop.SPECIAL)
+
+    initial = functools.partial(loop.initialised, model.shapes, embedding_std=0.1, bias_std=1.0)
+    of_step, read = functools.partial(batch, documents, how.seed), hashlib.sha256(given.encode()).hexdigest()
+    loop.train(initial, model, Hiding, 3e-3, of_step, CURRICULUM, how, write, text=read)
