@@ -12,7 +12,6 @@ another goes on behind it. `gpu_check.json` is written after every row; it names
 and what was not reached. Times are medians; floors follow from ceilings measured in the same run. Exits 1 on a failure.
 """
 
-import argparse
 import collections
 import functools
 import itertools
@@ -21,20 +20,22 @@ import os
 import pathlib
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others may share this GPU
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
+from kvjax.configs.experiment import check_distinct, check_whole
+from kvjax.experiments.core.command import plain_errors
 from kvjax.experiments.core.provenance import device_info, environment
 from kvjax.experiments.gpu import watchdog
 from kvjax.experiments.gpu.correct import STATISTICS, correctness, repeatability
-from kvjax.experiments.gpu.gpu_report import POISONED, Report, Timed, timed
+from kvjax.experiments.gpu.gpu_report import POISONED, Report, timed
 from kvjax.pallas_kernels import (
     Columns,
     attention,
@@ -61,9 +62,9 @@ def ceilings(report: Report, implementations: Sequence[Implementation]) -> None:
     gemm = timed(lambda a: a @ a, a, smoke=report.smoke)
     x = jax.random.normal(jax.random.key(1), (1 << (12 if report.smoke else 28),))
     copy = timed(lambda x: x + 1, x, smoke=report.smoke)
-    if gemm.ms is None or copy.ms is None:
-        raise RuntimeError(f"no ceilings: {gemm.error} {copy.error}")
-    report.ceilings = {"gemm_tflops": 2e-9 * n**3 / gemm.ms, "copy_gb_s": 2e-6 * x.nbytes / copy.ms}
+    if errors := [run["error"] for run in (gemm, copy) if "error" in run]:
+        raise RuntimeError(f"no ceilings: {' '.join(errors)}")
+    report.ceilings = {"gemm_tflops": 2e-9 * n**3 / gemm["ms"], "copy_gb_s": 2e-6 * x.nbytes / copy["ms"]}
     values: dict[str, Any] = {"served_by": "xla", **report.ceilings}
     report.row("ceilings", "bf16 product, float32 copy", **values)
 
@@ -90,41 +91,21 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
     for n, H in sizes:
         if not report.reaches("timings", f"n={n} H={H}", again=True):
             continue
-
-        def run(
-            name: str,
-            f: Any,
-            *args: Any,
-            at: Any = (n, H),
-            again: bool = False,
-            launches: int = 10,
-            sets: int = 1,
-            **of: Any,
-        ):
-            if not report.reaches("timings", f"{name} n={at[0]} H={at[1]}", again=again):
-                return Timed(None)
-            took = timed(f, *args, smoke=smoke, launches=launches, sets=sets)
-            report.timing(name, took, n=at[0], H=at[1], **of)
-            return took
-
+        run = functools.partial(_timing, report, {"n": n, "H": H})
         arrays = q, k, v, q_pos, kv_pos = _causal(n, N, K, H)
         product_ms = 1e-9 * H * N * n * (n + 1) / report.ceilings["gemm_tflops"]
-        floor = {"floor_ms": 2 * product_ms}
         if not smoke:
-            run("cudnn forward", cudnn, *arrays, served_by="cudnn", **floor)
-        spec = bl.Logits(H**-0.5)
-        forwards = {
-            how: functools.partial(gpu.forward, spec=spec, with_logits=False, backend=how) for how in implementations
-        }
-        took = {
-            how: run(f"{how} forward with logsumexp", f, *arrays, again=True, served_by=how, **floor).ms
-            for how, f in forwards.items()
-        }
-        ran = {how: ms for how, ms in took.items() if ms is not None}
+            run("cudnn forward", cudnn, *arrays, served_by="cudnn", floor_ms=2 * product_ms)
+        spec, ran = bl.Logits(H**-0.5), {}
+        for how in implementations:
+            f = functools.partial(gpu.forward, spec=spec, with_logits=False, backend=how)
+            of = {"served_by": how, "floor_ms": 2 * product_ms}
+            ms = run(f"{how} forward with logsumexp", f, *arrays, again=True, **of)
+            ran |= {} if ms is None else {ms: f}
         if not ran:
             continue
-        fastest = min(ran, key=lambda how: ran[how])
-        lse = jax.jit(forwards[fastest])(*arrays)[1]
+        fastest = min(ran)
+        given = q, k, jax.jit(ran[fastest])(*arrays)[1], q_pos, kv_pos
         statistics = {**STATISTICS, "sum p, last 64 rows": Columns(rows=min(64, n))}
         for how, (name, c) in itertools.product(implementations, statistics.items()):
             rows = min(c.rows or n, n)
@@ -133,28 +114,58 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
             def alone(q, k, lse, q_pos, kv_pos, c: Columns = c, how: str = how, spec: bl.Logits = spec) -> jax.Array:
                 return gpu.column(c, q, k, (q, lse, None), q_pos, kv_pos, logits=spec, backend=how)
 
-            given = q, k, lse, q_pos, kv_pos
             try:
                 jax.eval_shape(alone, *given)
             except NotImplementedError as reason:
                 report.elsewhere("timings", f"{how} {name} n={n} H={H}", str(reason))
                 continue
-            of = {"floor_ms": share * product_ms, "forward_ms": ran[fastest]}
+            of = {"floor_ms": share * product_ms, "forward_ms": fastest}
             run(f"{how} {name}", alone, *given, served_by=how, sets=SETS if rows < n else 1, **of)
-        floor = {"floor_ms": 1e-6 * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]}
+        of = {"floor_ms": 1e-6 * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]}
         one = q[:, :, -1:], k, v, q_pos[:, -1:], kv_pos
         for columns, what in (((), ""), ((Columns(),), " with its row")):
             for how in implementations:
                 f = functools.partial(attention, columns=columns, implementation=how)
-                run(f"{how} decode{what}", f, *one, sets=SETS, **floor)
+                run(f"{how} decode{what}", f, *one, sets=SETS, **of)
             f = functools.partial(pooled_attention, columns=columns, num_kv_heads=K, implementation=implementations[0])
-            run(f"{implementations[0]} pool decode{what}", f, *_pooled(one), sets=SETS, **floor)
+            run(f"{implementations[0]} pool decode{what}", f, *_pooled(one), sets=SETS, **of)
         xla = functools.partial(attention, columns=(Columns(),))
         if n <= 4096:  # the memory of longer ones would stay with this process, and the models need it
             square = lambda *x, f=xla: f(*x, implementation="reference").columns
             run("quadratic XLA: attention, sum p", square, *arrays, launches=2, served_by="reference")
         blockwise = functools.partial(xla, implementation="xla")
         run("blockwise XLA: attention, sum p", blockwise, *arrays, launches=1, served_by="xla")
+
+
+def _timing(
+    report: Report,
+    of: dict[str, int],
+    name: str,
+    f: Callable[..., Any],
+    *args: Any,
+    again: bool = False,
+    launches: int = 10,
+    sets: int = 1,
+    **known: Any,
+) -> float | None:
+    """Milliseconds of a call whose row has them in parts of a floor and of a forward pass; one that stops has failed.
+
+    Args:
+      report: gets the row.
+      of: what the row says besides.
+      name: of the row.
+      f, args, launches, sets: what is called, and how it is timed.
+      again: as in `Report.reaches`.
+      known: what serves the call, `floor_ms` and `forward_ms`, as far as they are there.
+    """
+    if not report.reaches("timings", f"{name} n={of['n']} H={of['H']}", again=again):
+        return None
+    took, forward_ms = timed(f, *args, smoke=report.smoke, launches=launches, sets=sets), known.pop("forward_ms", None)
+    if (ms := took["ms"]) is not None:
+        known |= {"of_floor": known["floor_ms"] / ms} if "floor_ms" in known else {}
+        known |= {"of_forward": ms / forward_ms} if forward_ms is not None else {}
+    report.row("timings", name, ok="error" not in took, **took | known | of)
+    return ms
 
 
 def _pooled(one: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -184,55 +195,50 @@ def candidates(kernel: str, dtype: str, H: int, smoke: bool) -> Iterator[bl.Bloc
 
 def sweep(report: Report, implementations: Sequence[Implementation]) -> None:
     """Block sizes of every kernel beside the shipped ones: first what the goals are about, then the rest."""
-    smoke, interpret = report.smoke, implementations[0] == "interpret"
+    cases = [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 256), ("float16", 128), ("float32", 128)]
+    for dtype, H in [("float32", 64)] if report.smoke else cases:
+        for name, f, args, values in trials(dtype, H, report.smoke, implementations):
+            numbers = f"{name} {dtype} H={H} {values.pop('numbers')}"
+            if report.reaches("sweep", numbers):
+                took = timed(f, *args, smoke=report.smoke, sets=4 if "decode" in name else 1)
+                report.row("sweep", numbers, **took | values, dtype=dtype, H=H)
+
+
+def trials(
+    dtype: str, H: int, smoke: bool, implementations: Sequence[Implementation]
+) -> Iterator[tuple[str, Callable[..., Any], tuple[jax.Array, ...], dict[str, Any]]]:
+    """(kernel, call, its arrays, what the row says of it, its name's `numbers` among it)."""
+    interpret = implementations[0] == "interpret"
     N, K = (2, 1) if smoke else (32, 8)
     prompt, slots = (40, 70) if smoke else (8192, 32768)
-    cases = [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 256), ("float16", 128), ("float32", 128)]
-    for dtype, H in [("float32", 64)] if smoke else cases:
-        spec, what = bl.Logits(H**-0.5), colstats.Pass(("p",), "sum")
-        q, k, v, q_pos, kv_pos = _causal(prompt, N, K, H, dtype)
-        long = _causal(slots, N, K, H, dtype)
-        one = long[0][:, :, -1:], long[1], long[2], long[3][:, -1:], long[4]
-        some_lse = jnp.full((1, N, prompt), float(np.log(prompt)), jnp.float32)  # its values take no time
-        kernels = {
-            "colstats": (functools.partial(colstats.attention_colstats, what=what), (q, k, some_lse, q_pos, kv_pos)),
-            "flash": (flash.flash_attention, (q, k, v, q_pos, kv_pos)),
-            "decode": (decode.decode_attention, one),
-            "pool decode": (functools.partial(decode.pooled_decode_attention, num_kv_heads=K), _pooled(one)),
-        }
-        shipped = {
-            "colstats": colstats.block_sizes(dtype, H, prompt),
-            "flash": flash.block_sizes(dtype, H, prompt),
-            "decode": decode.block_sizes(dtype, H, K, slots),
-            "pool decode": decode.block_sizes(dtype, H, 1, K * slots, max(16, N)),
-        }
-        label = {"dtype": dtype, "H": H}
-        for name, (kernel, args) in kernels.items():
-            tried = {shipped[name]: True} | dict.fromkeys(candidates(name, dtype, H, smoke), False)
-            for sizes, is_shipped in tried.items():
-                numbers = f"{name} {dtype} H={H} {tuple(vars(sizes).values())}"
-                if not report.reaches("sweep", numbers):
-                    continue
-                f = lambda *x, f=functools.partial(kernel, spec=spec, sizes=sizes, interpret=interpret): (
-                    jax.tree.leaves(f(*x))
-                )
-                run = timed(f, *args, smoke=smoke, sets=4 if "decode" in name else 1)
-                served = "interpret" if interpret else "triton"
-                values = vars(sizes) | {"shipped": is_shipped or sizes == shipped[name]}
-                report.row("sweep", numbers, served_by=served, ms=run.ms, error=run.error, **label, **values)
-        if "mosaic_gpu" not in implementations or dtype == "float32" or H not in (64, 128):
-            continue
-        of_mosaic = {
-            "colstats": functools.partial(mosaic_colstats.attention_colstats, what=what),
-            "flash": mosaic_flash.flash_attention,
-        }
+    how, what = {"spec": bl.Logits(H**-0.5)}, colstats.Pass(("p",), "sum")
+    q, k, v, q_pos, kv_pos = _causal(prompt, N, K, H, dtype)
+    long = _causal(slots, N, K, H, dtype)
+    one = long[0][:, :, -1:], long[1], long[2], long[3][:, -1:], long[4]
+    some_lse = jnp.full((1, N, prompt), float(np.log(prompt)), jnp.float32)  # its values take no time
+    of_columns = q, k, some_lse, q_pos, kv_pos
+    kernels = {
+        "colstats": (colstats.attention_colstats, {"what": what}, of_columns, colstats.block_sizes(dtype, H, prompt)),
+        "flash": (flash.flash_attention, {}, (q, k, v, q_pos, kv_pos), flash.block_sizes(dtype, H, prompt)),
+        "decode": (decode.decode_attention, {}, one, decode.block_sizes(dtype, H, K, slots)),
+        "pool decode": (
+            decode.pooled_decode_attention,
+            {"num_kv_heads": K},
+            _pooled(one),
+            decode.block_sizes(dtype, H, 1, K * slots, max(16, N)),
+        ),
+    }
+    for name, (kernel, options, given, shipped) in kernels.items():
+        for sizes in dict.fromkeys((shipped, *candidates(name, dtype, H, smoke))):
+            f = functools.partial(kernel, **how, **options, sizes=sizes, interpret=interpret)
+            said = {"served_by": "interpret" if interpret else "triton", "shipped": sizes == shipped}
+            yield name, f, given, said | vars(sizes) | {"numbers": tuple(vars(sizes).values())}
+    if "mosaic_gpu" in implementations and dtype != "float32" and H in (64, 128):
+        of_mosaic = {"colstats": mosaic_colstats.attention_colstats, "flash": mosaic_flash.flash_attention}
         for (name, kernel), stages in itertools.product(of_mosaic.items(), (2, 3, 4)):
-            numbers = f"mosaic {name} {dtype} H={H} stages={stages}"
-            if report.reaches("sweep", numbers):
-                f = functools.partial(kernel, spec=spec, stages=stages)
-                run = timed(lambda *x, f=f: jax.tree.leaves(f(*x)), *kernels[name][1], smoke=smoke)
-                values = {"ms": run.ms, "error": run.error, "num_stages": stages}
-                report.row("sweep", numbers, served_by="mosaic_gpu", **values, **label)
+            _, options, given, _ = kernels[name]
+            said = {"served_by": "mosaic_gpu", "num_stages": stages, "numbers": f"stages={stages}"}
+            yield f"mosaic {name}", functools.partial(kernel, **how, **options, stages=stages), given, said
 
 
 def end_to_end(
@@ -254,13 +260,9 @@ def end_to_end(
         name, few = f"{method}, {layers} layers", layers == depths[0]
         if not few and method not in took:
             continue  # its few layers have failed
+        if not report.reaches("end_to_end", name, needs=0.0 if few else 2 * took[method]):
+            continue
         left = report.seconds_left("end_to_end")
-        if not few and left < 2 * took[method]:
-            report.not_reached.append(f"end_to_end: {name}")
-            report.save()
-            continue
-        if not report.reaches("end_to_end", name):
-            continue
         limit = left / (len(methods) - i) if few else left
         command = [sys.executable, *what, "--layers", str(layers)]
         command += ["--smoke"] * report.smoke
@@ -281,30 +283,34 @@ def end_to_end(
 NO_GPU = 2  # an exit code
 MOST_INTERRUPTIONS = 3  # of a section: then the next one runs
 SECTIONS = {f.__name__: f for f in (correctness, repeatability, ceilings, timings, end_to_end, sweep)}
+Section = Literal["correctness", "repeatability", "ceilings", "timings", "end_to_end", "sweep"]
 
 
-def run_sections(args: argparse.Namespace, names: Sequence[str]) -> int:
-    """Runs sections in this process, behind what other processes have done. Without any it looks at the device."""
-    if not args.smoke and jax.default_backend() != "gpu":
+def run_sections(
+    report: Report, names: Sequence[str], implementation: Implementation | None, command: Sequence[str]
+) -> int:
+    """Runs sections in this process, behind what other processes have done. Without any it looks at the device.
+
+    Args:
+      report: whose file other processes have written.
+      names: the sections.
+      implementation: whose kernels run; those for the device if None.
+      command: what the user called.
+    """
+    if not report.smoke and jax.default_backend() != "gpu":
         print(f"this machine has no GPU (backend {jax.default_backend()}); --smoke runs the same code on CPU")
         return NO_GPU
-    report = Report(args.output, args.budget, args.smoke, args.only, args.start)
     report.resume()
-    report.made = environment(["python", *sys.argv])
+    report.made = environment(["python", *command])
     report.device = device_info()
-    hopper = not args.smoke and getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
-    implementations: tuple[Implementation, ...] = (
-        ("interpret",) if args.smoke else ("triton", "mosaic_gpu") if hopper else ("triton",)
+    hopper = not report.smoke and getattr(jax.devices()[0], "compute_capability", "").startswith("9.")
+    every: tuple[Implementation, ...] = (
+        ("interpret",) if report.smoke else ("triton", "mosaic_gpu") if hopper else ("triton",)
     )
-    implementations = (args.implementation,) if args.implementation else implementations
     for name in names:
-        if not report.reaches(name, "all of it", again=True):
-            continue
-        try:
-            SECTIONS[name](report, implementations)
-        except Exception as error:  # the finished rows stay, the other sections run
-            traceback.print_exc()
-            report.row(name, "stopped", ok=False, error=f"{type(error).__name__}: {str(error)[:300]}")
+        if report.reaches(name, "all of it", again=True):
+            with report.guarded(name, "stopped"):  # the finished rows stay, the other sections run
+                SECTIONS[name](report, (implementation,) if implementation else every)
     report.save()
     return 0
 
@@ -314,7 +320,7 @@ def supervise(report: Report, command: Sequence[str], names: Sequence[str], pati
 
     Args:
       report: in whose file they write.
-      command: what `--sections` and names are added to.
+      command: what names are added to.
       names: the sections.
       patience: seconds without a sign of life until a process is killed.
 
@@ -324,7 +330,7 @@ def supervise(report: Report, command: Sequence[str], names: Sequence[str], pati
     left, interruptions = list(names), collections.Counter[str]()
     while left:
         before = len(report.begun)
-        code = watchdog.watched([*command, "--sections", *left], report.file, patience)
+        code = watchdog.watched([*command, *left], report.file, patience)
         report.resume()
         if code in (0, NO_GPU):
             return code
@@ -344,55 +350,59 @@ def supervise(report: Report, command: Sequence[str], names: Sequence[str], pati
     return 0
 
 
-def main() -> int:
-    """Runs the sections, or what another process asks of this one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, interpreted kernels, any device")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("results/gpu_check"), help="where results go"
-    )
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for all sections together (540)")
-    parser.add_argument("--patience", type=float, help="seconds without a sign of life until a process is killed (120)")
-    parser.add_argument(
-        "--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections that run; all by default"
-    )
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32], help="of the models of end_to_end (8 32)")
-    parser.add_argument("--peers", action="store_true", help="measure transformers in end_to_end, too; needs PyTorch")
-    parser.add_argument("--implementation", choices=("interpret", "triton", "mosaic_gpu"), help="instead of all")
-    parser.add_argument("--sections", nargs="*", choices=SECTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.sections is not None:
-        return run_sections(args, args.sections)
-    if args.budget < 0 or min(args.layers) < 1:
-        parser.error(f"--budget {args.budget:g} must not be negative, nor --layers {min(args.layers)} below 1")
+def main(
+    smoke: bool = False,
+    output: pathlib.Path = pathlib.Path("results/gpu_check"),
+    budget: float = 540.0,
+    patience: float | None = None,
+    only: tuple[Section, ...] = get_args(Section),
+    layers: tuple[int, ...] = (8, 32),
+    peers: bool = False,
+    implementation: Literal["interpret", "triton", "mosaic_gpu"] | None = None,
+) -> int:
+    """Runs the sections.
+
+    Args:
+      smoke: tiny shapes, interpreted kernels, any device.
+      output: where results go.
+      budget: seconds for all sections together.
+      patience: seconds without a sign of life until a process is killed; 120 if None, 600 of a smoke run.
+      only: sections that run.
+      layers: of the models of end_to_end.
+      peers: measure transformers in end_to_end, too; needs PyTorch.
+      implementation: instead of all.
+    """
+    check_distinct("only", only)
+    check_whole(1, layers=layers)
+    if budget < 0:
+        raise ValueError(f"--budget {budget:g} must not be negative")
+    needed = (*only, "ceilings") if "timings" in only else only
+    report = Report(output, budget, smoke, needed)
     watchdog.end_with_children()
-    if "timings" in args.only and "ceilings" not in args.only:
-        args.only.append("ceilings")
-    patience = args.patience or (600.0 if args.smoke else 120.0)
-    before = args.output / "gpu_check.json"
-    if before.exists():  # what was measured stays
-        before.rename(before.with_name(f"gpu_check-{before.stat().st_mtime_ns}.json"))
-    report = Report(args.output, args.budget, args.smoke, args.only)
+    patience = patience or (600.0 if smoke else 120.0)
+    if report.file.exists():  # what was measured stays
+        report.file.rename(output / f"gpu_check-{report.file.stat().st_mtime_ns}.json")
     report.save()
-    command = [sys.executable, __file__, "--output", str(args.output), "--budget", str(args.budget), "--start"]
-    command += [str(report.start), "--only", *args.only, *["--smoke"] * args.smoke]
-    command += ["--implementation", args.implementation] if args.implementation else []
+    given = f"Report(pathlib.Path({str(output)!r}), float('{budget}'), {smoke}, {needed}, {report.start})"
+    code = f"sys.exit(run_sections({given}, sys.argv[1:], {implementation!r}, {sys.argv}))"
+    code = f"import pathlib, sys; from kvjax.experiments.gpu_check import Report, run_sections; {code}"
+    command = [sys.executable, "-c", code]
     for together in (("correctness", "repeatability", "ceilings", "timings"), ("end_to_end",), ("sweep",)):
-        names = [name for name in together if name in args.only]
+        names = [name for name in together if name in needed]
         if names == ["end_to_end"]:  # its processes are watched one by one
-            if not report.device and watchdog.watched([*command, "--sections"], report.file, patience) == NO_GPU:
+            if not report.device and watchdog.watched(command, report.file, patience) == NO_GPU:
                 return NO_GPU
             report.resume()
-            end_to_end(report, (args.implementation or "interpret",), args.layers, args.peers)
+            end_to_end(report, (implementation or "interpret",), layers, peers)
         elif supervise(report, command, names, patience) == NO_GPU:
             return NO_GPU
     print(
         f"{len(report.rows)} rows in {report.file}; failures: {report.failures or 'none'}; "
-        f"not reached in {args.budget:.0f} s: {len(report.not_reached)}"
+        f"not reached in {budget:.0f} s: {len(report.not_reached)}"
     )
     return int(bool(report.failures))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with plain_errors():
+        sys.exit(tyro.cli(main))

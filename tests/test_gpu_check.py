@@ -15,7 +15,7 @@ import pytest
 
 from kvjax.experiments import aot_check, gpu_check
 from kvjax.experiments.gpu import correct, watchdog
-from kvjax.experiments.gpu.gpu_report import POISONED, UNTIL, Report, served_by
+from kvjax.experiments.gpu.gpu_report import POISONED, SHARES, Report, served_by
 from kvjax.pallas_kernels import Columns, attention
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.slow  # minutes of interpretation
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run(script, *arguments):
-    command = [sys.executable, str(ROOT / "experiments" / script), *arguments]
+def run(*arguments):
+    command = [sys.executable, ROOT / "experiments" / "gpu_check.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def smoke(tmp_path, *arguments):
-    done = run("gpu_check.py", "--smoke", "--output", str(tmp_path), *arguments)
+    done = run("--smoke", "--output", tmp_path, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert all(row["ok"] for row in report["rows"])
@@ -39,7 +39,7 @@ def smoke(tmp_path, *arguments):
 def test_everything(tmp_path):
     report = smoke(tmp_path)
     of = lambda *sections: [r for r in report["rows"] if r["section"] in sections]
-    assert [s for s, _ in itertools.groupby(r["section"] for r in report["rows"])] == list(UNTIL)
+    assert [s for s, _ in itertools.groupby(r["section"] for r in report["rows"])] == list(SHARES)
     assert not report["not_reached"]
     assert not report["stopped"]
     assert report["device"]["platform"] == jax.default_backend()
@@ -53,7 +53,6 @@ def test_everything(tmp_path):
     assert swept == {"flash", "colstats", "decode", "pool decode"}
 
 
-@pytest.mark.slow
 def test_transformers_reads_and_writes_the_same(tmp_path):
     pytest.importorskip("torch")
     report = smoke(tmp_path, "--only", "end_to_end", "--peers")
@@ -67,11 +66,12 @@ def test_what_is_not_reached_is_said(tmp_path):
     report = smoke(tmp_path, "--only", "correctness", "sweep", "--budget", "0")
     assert report["rows"] == []
     assert report["not_reached"] == ["correctness: all of it", "sweep: all of it"]
+    assert report["made"]["command"][-2:] == ["--budget", "0"]
 
 
 def test_sections_keep_to_their_share_of_the_time(tmp_path):
-    report = Report(tmp_path, 1000.0, False, list(UNTIL))
-    assert [round(report.until[name] - report.start) for name in UNTIL] == [round(1000 * x) for x in UNTIL.values()]
+    report = Report(tmp_path, 1000.0, False, list(SHARES))
+    assert [round(t - report.start) for t in report.until.values()] == [250, 290, 310, 560, 950, 1000]
     only = Report(tmp_path, 1000.0, False, ["sweep"])
     assert round(only.until["sweep"] - only.start) == 1000
     report.until["timings"] = report.start
@@ -96,64 +96,62 @@ def test_a_kernel_that_stops_leaves_the_other_cases(tmp_path, monkeypatch):
     assert "no such layout" in json.loads(report.file.read_text())["rows"][0]["error"]
 
 
+METHODS = "snapkv", "full", "h2o"
+FINISHED = subprocess.CompletedProcess([], 0, '{"prefill_s": 1.0}\n', "")
+
+
+@pytest.fixture
+def end_to_end(tmp_path, monkeypatch):
+    """The section's report, where a function runs its commands."""
+
+    def run(worker, budget):
+        monkeypatch.setattr(watchdog, "captured", worker)
+        report = Report(tmp_path, budget, False, ["end_to_end"])
+        gpu_check.end_to_end(report, ("triton",))
+        return report
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("stderr", "failures"),
     [
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate", []),
-        ("Segmentation fault", [f"end_to_end: {method}, 32 layers" for method in ("snapkv", "full", "h2o")]),
-        (None, []),
+        ("Segmentation fault", [f"end_to_end: {method}, 32 layers" for method in METHODS]),
+        (None, []),  # killed
     ],
 )
-def test_all_layers_run_behind_few_and_may_not_fit(tmp_path, monkeypatch, stderr, failures):
+def test_all_layers_run_behind_few_and_may_not_fit(end_to_end, stderr, failures):
     def worker(command, seconds):
         assert 0 < seconds <= 1000
         fits = command[command.index("--layers") + 1] == "8"
-        if not fits and stderr is None:  # killed
-            return None
-        return subprocess.CompletedProcess(command, 0 if fits else 1, '{"prefill_s": 1.0}\n', "" if fits else stderr)
+        return FINISHED if fits else stderr and subprocess.CompletedProcess(command, 1, "", stderr)
 
-    monkeypatch.setattr(watchdog, "captured", worker)
-    report = Report(tmp_path, 1000.0, False, ["end_to_end"])
-    gpu_check.end_to_end(report, ("triton",))
+    report = end_to_end(worker, 1000.0)
     tried = [(r["name"], r["finished"]) for r in report.rows]
-    few, many = ([(f"{m}, {n} layers", n == 8) for m in ("snapkv", "full", "h2o")] for n in (8, 32))
-    assert tried == few + many
+    assert tried == [(f"{method}, {n} layers", n == 8) for n in (8, 32) for method in METHODS]
     assert report.failures == failures
 
 
-def test_few_layers_that_do_not_finish_have_failed(tmp_path, monkeypatch):
+def test_few_layers_that_do_not_finish_have_failed(end_to_end):
     """Each gets its share of the time; without them all layers are not tried."""
     given = []
-    monkeypatch.setattr(watchdog, "captured", lambda command, seconds: given.append((command[2], round(seconds))))
-    report = Report(tmp_path, 90.0, False, ["end_to_end"])
-    gpu_check.end_to_end(report, ("triton",))
+    report = end_to_end(lambda command, seconds: given.append((command[2], round(seconds))), 90.0)
     assert given == [("snapkv", 30), ("full", 45), ("h2o", 90)]
-    assert report.failures == [f"end_to_end: {method}, 8 layers" for method in ("snapkv", "full", "h2o")]
+    assert report.failures == [f"end_to_end: {method}, 8 layers" for method in METHODS]
 
 
-def test_what_needs_more_time_than_is_left_does_not_begin(tmp_path, monkeypatch):
+def test_what_needs_more_time_than_is_left_does_not_begin(end_to_end, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
-
-    def worker(command, seconds):
-        clock[0] += 40.0
-        return subprocess.CompletedProcess(command, 0, '{"prefill_s": 1.0}\n', "")
-
-    monkeypatch.setattr(watchdog, "captured", worker)
-    report = Report(tmp_path, 230.0, False, ["end_to_end"])
-    gpu_check.end_to_end(report, ("triton",))
-    assert [r["name"] for r in report.rows] == [
-        "snapkv, 8 layers",
-        "full, 8 layers",
-        "h2o, 8 layers",
-        "snapkv, 32 layers",
-    ]
+    report = end_to_end(lambda *_: (clock.__setitem__(0, clock[0] + 40.0), FINISHED)[1], 230.0)
+    assert [r["name"] for r in report.rows] == [*(f"{method}, 8 layers" for method in METHODS), "snapkv, 32 layers"]
     assert report.not_reached == ["end_to_end: full, 32 layers", "end_to_end: h2o, 32 layers"]
 
 
 CASES = """
 import json, os, pathlib, sys, time
-file, sections = pathlib.Path(sys.argv[1]), sys.argv[3:]
+file, sections = pathlib.Path(sys.argv[1]), sys.argv[2:]
 report = json.loads(file.read_text())
 def save():
     file.with_suffix(".x").write_text(json.dumps(report))
@@ -244,11 +242,9 @@ def test_what_is_watched_ends_with_its_watcher(tmp_path):
 
 def test_models_of_other_processes_find_memory():
     """The parent must not hold most of the GPU: it says so before jax is there."""
-    code = "import os, experiments.gpu_check; print(os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["false"]
     source = (ROOT / "experiments" / "gpu_check.py").read_text()
-    assert source.index("XLA_PYTHON_CLIENT_PREALLOCATE") < source.index("import jax\n")
+    said = source.index('os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")')
+    assert said < source.index("import jax\n")
 
 
 def test_the_recorder_sees_who_served():
@@ -260,14 +256,13 @@ def test_the_recorder_sees_who_served():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so(tmp_path):
-    done = run("gpu_check.py", "--output", str(tmp_path))
+    done = run("--output", tmp_path)
     assert done.returncode == 2
     assert "--smoke" in done.stdout
 
 
 def test_aot_check_names_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(aot_check, "NEEDED", ("no_such_plugin", "nvidia.no_such_compiler"))
-    monkeypatch.setattr(sys, "argv", ["aot_check.py"])
     assert aot_check.main() == 2
     said = capsys.readouterr().out
     assert all(name in said for name in aot_check.NEEDED)

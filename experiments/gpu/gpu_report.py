@@ -6,6 +6,7 @@ import json
 import logging
 import pathlib
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,58 +14,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models.written import write_bytes
+from kvjax.experiments.bench.process import seconds_in_turns
+from kvjax.experiments.core.command import write_json
 
-# Until which share of the time each section may run, in their order: a slow one must not use up what others need.
-UNTIL = {
+# The share of the time that each section may use, in their order: a slow one must not use up what others need.
+SHARES = {
     "correctness": 0.25,
-    "repeatability": 0.29,
-    "ceilings": 0.31,
-    "timings": 0.56,
-    "end_to_end": 0.95,
-    "sweep": 1.0,
+    "repeatability": 0.04,
+    "ceilings": 0.02,
+    "timings": 0.25,
+    "end_to_end": 0.39,
+    "sweep": 0.05,
 }
 
 
 POISONED = 3  # the exit code of a process whose GPU context is lost: whatever it ran next would fail too
 _LOST = ("CUDA_ERROR_ILLEGAL", "CUDA_ERROR_MISALIGNED", "CUDA_ERROR_LAUNCH", "CUDA_ERROR_ASSERT", "illegal memory")
-_SAVED = (
-    "device",
-    "made",
-    "smoke",
-    "ceilings",
-    "failures",
-    "not_reached",
-    "served_elsewhere",
-    "begun",
-    "stopped",
-    "rows",
-)
 
 
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """Median milliseconds of a call, or why there are none; and which implementations served it."""
-
-    ms: float | None
-    error: str = ""
-    served_by: str = ""
-
-
-class Report:
-    """Rows of every section, in a file as soon as they are known. Several processes may write it, one after another.
+@dataclasses.dataclass
+class Saved:
+    """What a report's file holds.
 
     Attributes:
       device: what this runs on, once a process has asked the device.
       made: by which command, when, and of which code.
+      smoke: whether shapes are tiny.
+      ceilings: what the machine can do.
       failures: names of rows that are not ok.
-      rows: the rows.
       not_reached: what the time did not suffice for, as "section: name".
       served_elsewhere: what one implementation leaves to another, which has rows of its own.
-      ceilings: what the machine can do.
       begun: what has been begun, as "section: name"; the last of it is what a process was at when it died.
       stopped: what a process died at.
+      rows: the rows.
     """
+
+    device: dict[str, Any] = dataclasses.field(default_factory=dict)
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)
+    smoke: bool = False
+    ceilings: dict[str, float] = dataclasses.field(default_factory=dict)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    not_reached: list[str] = dataclasses.field(default_factory=list)
+    served_elsewhere: list[str] = dataclasses.field(default_factory=list)
+    begun: list[str] = dataclasses.field(default_factory=list)
+    stopped: list[str] = dataclasses.field(default_factory=list)
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+class Report(Saved):
+    """Rows of every section, in a file as soon as they are known. Several processes may write it, one after another."""
 
     def __init__(
         self, folder: pathlib.Path, budget: float, smoke: bool, sections: Sequence[str], start: float | None = None
@@ -78,33 +76,21 @@ class Report:
           sections: what will run. Those that do not leave their time to the others.
           start: when it started, on the clock `time.monotonic`; now if None.
         """
+        super().__init__(smoke=smoke)
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / "gpu_check.json"
-        self.device: dict[str, Any] = {}
-        self.made: dict[str, Any] = {}
-        self.smoke = smoke
-        self.failures: list[str] = []
-        self.ceilings: dict[str, float] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.not_reached: list[str] = []
-        self.served_elsewhere: list[str] = []
-        self.begun: list[str] = []
-        self.stopped: list[str] = []
         self._before: frozenset[str] = frozenset()
         self.start = time.monotonic() if start is None else start
-        shares = [UNTIL[name] - before for name, before in zip(UNTIL, (0.0, *UNTIL.values()), strict=False)]
-        asked = {name: share for name, share in zip(UNTIL, shares, strict=True) if name in sections}
-        until, total = 0.0, sum(asked.values())
-        self.until: dict[str, float] = {}
-        for name, share in asked.items():
-            until += share
-            self.until[name] = self.start + budget * (1.0 if smoke else until / total)
+        asked = [name for name in SHARES if name in sections]
+        until = np.cumsum([SHARES[name] for name in asked])
+        parts = np.ones(len(asked)) if smoke else until / until[-1]
+        self.until = dict(zip(asked, (self.start + budget * parts).tolist(), strict=True))
 
     def resume(self) -> None:
         """Goes on with what another process wrote: what was begun there is not begun again."""
         found = json.loads(self.file.read_text())
-        for name in _SAVED:
-            setattr(self, name, found[name])
+        for field in dataclasses.fields(Saved):
+            setattr(self, field.name, found[field.name])
         self._before = frozenset(self.begun)
 
     def row(self, section: str, name: str, *, ok: bool = True, **values: Any) -> None:
@@ -120,19 +106,7 @@ class Report:
 
     def save(self) -> None:
         """Writes everything that is known; a process that is killed meanwhile leaves the old file."""
-        data = {name: getattr(self, name) for name in _SAVED} | {"seconds": time.monotonic() - self.start}
-        write_bytes(self.file, (json.dumps(data, indent=1) + "\n").encode())
-
-    def timing(
-        self, name: str, run: Timed, *, floor_ms: float | None = None, forward_ms: float | None = None, **values: Any
-    ) -> None:
-        """A row of the section "timings", in parts of a floor and of a forward pass; one that stops has failed."""
-        given: dict[str, Any] = {"floor_ms": floor_ms} if floor_ms is not None else {}
-        if run.ms:
-            given |= {"of_floor": floor_ms / run.ms} if floor_ms is not None else {}
-            given |= {"of_forward": run.ms / forward_ms} if forward_ms is not None else {}
-        given |= {name: text for name, text in (("error", run.error), ("served_by", run.served_by)) if text}
-        self.row("timings", name, ok=not run.error, ms=run.ms, **(given | values))
+        write_json(self.file, dataclasses.asdict(self) | {"seconds": time.monotonic() - self.start})
 
     @contextlib.contextmanager
     def guarded(self, section: str, name: str) -> Iterator[None]:
@@ -140,24 +114,26 @@ class Report:
         try:
             yield
         except Exception as error:
+            traceback.print_exc()
             self.row(section, name, ok=False, error=f"{type(error).__name__}: {str(error)[:300]}")
 
     def seconds_left(self, section: str) -> float:
         """Until the section must end."""
         return self.until[section] - time.monotonic()
 
-    def reaches(self, section: str, name: str, *, again: bool = False) -> bool:
+    def reaches(self, section: str, name: str, *, again: bool = False, needs: float = 0.0) -> bool:
         """Whether there is time to begin something; what there is not is said in the report.
 
         Args:
           section: of the report.
           name: what begins.
           again: whether it may begin again after another process died: not at this, but at something inside.
+          needs: seconds.
         """
         key = f"{section}: {name}"
         if key in self.stopped or (key in self._before and not again):
             return False
-        if self.seconds_left(section) > 0:
+        if self.seconds_left(section) > needs:
             self.begun.append(key)
             self.save()
             return True
@@ -177,23 +153,20 @@ def recorded() -> Iterator[list[str]]:
     """The implementations that served what is traced in this context, each once."""
     found: list[str] = []
 
-    class Recorder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            by = getattr(record, "by", None)
-            if by is not None and by not in found:
-                found.append(by)
+    def note(record: logging.LogRecord) -> bool:
+        by = getattr(record, "by", None)
+        found.extend([by] if by is not None and by not in found else [])
+        return False  # it goes nowhere else
 
-    log, handler = logging.getLogger("kvjax.pallas_kernels"), Recorder()
-    level, propagate = log.level, log.propagate
-    log.addHandler(handler)
+    log = logging.getLogger("kvjax.pallas_kernels")
+    level = log.level
+    log.addFilter(note)
     log.setLevel(logging.DEBUG)
-    log.propagate = False
     try:
         yield found
     finally:
-        log.removeHandler(handler)
+        log.removeFilter(note)
         log.setLevel(level)
-        log.propagate = propagate
 
 
 def served_by(f: Callable[..., Any], *args: Any) -> list[str]:
@@ -205,24 +178,22 @@ def served_by(f: Callable[..., Any], *args: Any) -> list[str]:
 
 def timed(
     f: Callable[..., Any], *args: Any, smoke: bool, launches: int = 10, samples: int = 15, sets: int = 1
-) -> Timed:
-    """Median time of a call; many launches a sample hide the dispatch.
+) -> dict[str, Any]:
+    """Median milliseconds `ms` of a call, and what `served_by` it; many launches a sample hide the dispatch.
 
     What takes less time than its dispatch is called once for each of some `sets` of the arrays in one compiled program.
-    Together they are larger than what a cache keeps.
+    Together they are larger than what a cache keeps. What does not run has no milliseconds, but an `error`.
     """
     launches, samples, sets = (1, 2, 1) if smoke else (launches, samples, sets)
     many = [args, *(jax.tree.map(jnp.copy, args) for _ in range(sets - 1))]
     compiled = jax.jit(lambda many: [f(*x) for x in many])
     with recorded() as found:
         try:
-            for _ in range(3):
-                jax.block_until_ready(compiled(many))
-            seconds = []
-            for _ in range(samples):
-                start = time.perf_counter()
-                jax.block_until_ready([compiled(many) for _ in range(launches)][-1])
-                seconds.append((time.perf_counter() - start) / launches / sets)
+            jax.block_until_ready([compiled(many) for _ in range(2)])
+            runs = {"calls": lambda: [compiled(many) for _ in range(launches)][-1]}
+            seconds = seconds_in_turns(runs, samples, jax.block_until_ready)["calls"]
         except Exception as error:  # a kernel that does not run is a row of the report
-            return Timed(None, f"{type(error).__name__}: {str(error)[:200]}", "+".join(found))
-    return Timed(float(np.median(seconds)) * 1e3, served_by="+".join(found))
+            how = {"ms": None, "error": f"{type(error).__name__}: {str(error)[:200]}"}
+        else:
+            how = {"ms": float(np.median(seconds)) * 1e3 / launches / sets}
+    return how | ({"served_by": "+".join(found)} if found else {})

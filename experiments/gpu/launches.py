@@ -11,14 +11,13 @@ from collections.abc import Iterator
 import jax
 
 import kvjax
-from kvjax import methods, models
+from kvjax import models
 from kvjax.contract import Policy
+from kvjax.experiments.bench.policies import make_policy
 from kvjax.pallas_kernels import api
 
 PROMPT, BUDGET, LAYERS = 4096, 1024, (4, 6)  # fewer compute the angles of a rotation again in each
-POLICIES = {"full": methods.full()} | {
-    name: getattr(methods, name)(BUDGET) for name in ("snapkv", "h2o", "streaming_llm", "roco")
-}
+POLICIES = {name: make_policy(name, BUDGET) for name in ("full", "snapkv", "h2o", "streaming_llm", "roco")}
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _CALLS = r"(?:calls|to_apply|body|condition|(?:true|false)_computation|branch_computations)=\{?((?:%[\w.\-]+,? ?)+)"
 

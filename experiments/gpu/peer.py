@@ -6,13 +6,13 @@ PyTorch's scaled dot product attention and a `DynamicCache`, decoded one forward
 `StaticCache` and a step by `torch.compile(mode="reduce-overhead")`, which replays CUDA graphs. Needs PyTorch for GPUs.
 """
 
-import argparse
 import functools
 import json
 import time
 from typing import Any
 
 import torch
+import tyro
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 WARM_UP = 8  # steps that are not counted
@@ -67,16 +67,17 @@ def measure(layers: int, compiled: bool, smoke: bool) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Prints one line of JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--compiled", action="store_true", help="a static cache and CUDA graphs")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, on CPU")
-    args = parser.parse_args()
-    measured = measure(args.layers, args.compiled, args.smoke)
+def main(layers: int = 32, compiled: bool = False, smoke: bool = False) -> None:
+    """Prints one line of JSON.
+
+    Args:
+      layers: of the model.
+      compiled: a static cache and CUDA graphs.
+      smoke: a tiny model, on CPU.
+    """
+    measured = measure(layers, compiled, smoke)
     print(json.dumps({"served_by": f"torch {torch.__version__}"} | measured))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)
