@@ -85,8 +85,3 @@ def make_up(patch, embedded):
 
 def contents(directory):
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
-def interrupt(*_):
-    """Ctrl-C, in place of any function."""
-    raise KeyboardInterrupt

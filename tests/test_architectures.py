@@ -67,12 +67,3 @@ def test_the_main_job_runs_five_policies(architecture, tmp_path):
     found = {s["method"]: s for s in samples(tmp_path / "out")}
     assert set(found) == {"full", "streaming_llm", *others}
     assert all(s["live"] == 32 for name, s in found.items() if name != "full")
-
-
-@pytest.mark.exhaustive
-def test_learned_positions_refuse_shifted_ones_only_where_they_are_asked_for(tmp_path):
-    options, _ = checkpoint("GPT2LMHeadModel", tmp_path)
-    with pytest.raises(SystemExit, match='layer 0 wants tokens at positions="shifted", but the model adds learned'):
-        run.main(["--config", "snapkv.py", *options, "--baselines", "streaming_llm"])
-    run.main(["--config", "snapkv.py", *options])
-    assert {s["method"] for s in samples(tmp_path / "out")} == {"full", "snapkv", "random", "h2o", "ada_snapkv"}

@@ -135,7 +135,6 @@ def test_speeds_are_measured_and_written_with_how_to_make_them_again(tmp_path, c
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_what_lengths_hold_is_measured():
     found = compiling.held_by_lengths("snapkv", 0.25, 2)
     assert found["layers"] == 2

@@ -163,15 +163,3 @@ def test_counts():
     assert of(Combined("sum", (Share(0.5), 4))) == [6, 29, 254]
     assert of(Combined("least", (10, Share(0.5)))) == [2, 10, 10]
     assert of(Above(7, 10)) == [10, 7, 7]
-
-
-# ------------------------------------------------------------------------------------------------ protected tokens
-
-
-def test_nothing_smaller_is_taken_instead():
-    for policy, message in (
-        (methods.ahakv(20), "a budget of 20 tokens cannot hold 0 sinks and 32 recent tokens; give a budget of 32"),
-        (methods.lagkv(3), "a budget of 3 tokens cannot hold 4 sinks and 0 recent tokens"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            policy.sizes(LayerInfo(0, 1, 4, 2, 8, 40, 0), np.array([40]))

@@ -1,7 +1,6 @@
 """What users give is checked before anything is traced; what drivers refuse is tested with them."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ import kvjax
 from kvjax import Evict, Policy, methods, models
 from kvjax.contract import Score
 from kvjax.drivers.checks import check_prompts
-from kvjax.drivers.generation import generate
 from kvjax.methods import variants
 from kvjax.observe import Rows
 from tests import tensors
@@ -80,14 +78,6 @@ def test_pad_left():
     assert lengths.tolist() == [3, 1]
 
 
-def test_prompts_padded_on_the_right_are_those_padded_on_the_left(shallow):
-    model, params = shallow
-    left, right = np.array([[1, 2, 3], [0, 4, 5]]), np.array([[1, 2, 3], [4, 5, 60]])
-    run = functools.partial(generate, model, params, max_new_tokens=3, eos_ids=())
-    expected = run(left, lengths=[3, 2]).tokens
-    np.testing.assert_array_equal(run(right, attention_mask=[[1, 1, 1], [1, 1, 0]]).tokens, expected)
-
-
 @pytest.mark.parametrize(
     ("ids", "lengths", "told"),
     [
@@ -139,7 +129,6 @@ LINE = Evict(Line(), 3)
 @pytest.mark.parametrize(
     ("policy", "own", "message"),
     [
-        (methods.snapkv, None, r"policy=snapkv must be a Policy.*; give what it makes, snapkv\(...\)"),
         (
             kvjax.chain(methods.snapkv(4, window=2), LINE),
             [((), {"score": {"b": np.ones(2)}})],

@@ -117,8 +117,6 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
             lambda: by_head(H2O, kvjax.shared_layers(H2O)),
             "SharedLayers decides for all layers at once, so it cannot be",
         ),
-        (lambda: kvjax.partition({"a": H2O}, "ab"), "there is no policy with the label 'b', but with 'a'"),
-        (lambda: kvjax.partition({"a": H2O}, "aa"), "there are 2 labels for 1 layers; give one a layer"),
         (lambda: kvjax.chain(kvjax.shared_layers(H2O), methods.window(8)), "so it cannot be a member of Chain"),
         (lambda: kvjax.shared_layers(kvjax.shared_layers(H2O)), "so it cannot be a member of shared layers"),
         (

@@ -79,14 +79,8 @@ def test_ids_are_those_of_the_whole_text(template, context):
         ("a", 3, "question=3: must be a text"),
         ("a", "\ud800", "question has half of a character"),
         ("a", "\ue000", r"U\+E000 stands for a place in the text"),
-        ([DOCUMENT], "a", "the tokenizer has no chat template"),
     ],
 )
 def test_what_is_no_dialogue_is_refused(context, question, message):
     with pytest.raises(ValueError, match=message):
         Dialogue.opened(made(), context).question(question)
-
-
-def test_a_template_that_writes_a_message_twice_is_refused():
-    with pytest.raises(ValueError, match="writes a message 2 times, but the text goes on in one place"):
-        Dialogue.opened(made(TURNS + TURNS), [DOCUMENT])

@@ -10,7 +10,6 @@ import pytest
 
 from kvjax import methods, models
 from kvjax.experiments import corpus
-from kvjax.experiments.core import locks
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
 from kvjax.experiments.training import embedded as training
@@ -83,16 +82,6 @@ def test_facts_at_random_places_reach_the_whole_of_a_prompt_of_full_length(task,
     metas = [dict(TASKS[name](task, i).meta) for i in range(24)]
     assert {m["length"] for m in metas} == {1024}
     assert all(any(low <= m["depth"] < low + 0.25 for m in metas) for low in (0, 0.25, 0.5, 0.75))
-
-
-def test_scores():
-    from kvjax.experiments.tasks import Question
-
-    e = Question((1,), references=("1 2 3 4", "milo is 5 6 7 8"))
-    assert e.score("1 2 3 4 . the code for milo is 5 6 7 8 .") == 1.0
-    assert e.score("1 2 3 4 . the code for milo is 5 6 7 9 .") == 0.5
-    assert e.score("9 2 3 4 . the code for milo is 5 6 7 8 .") == 0.5
-    assert e.score("5 6 7 8") == 0.0
 
 
 def test_splits_share_no_sentence():
@@ -174,27 +163,11 @@ def test_the_structured_start_looks_one_token_back():
     assert (np.asarray(rows[0]).argmax(-1) == 19).all()
 
 
-def tiny_run(tmp_path, name, steps, monkeypatch):
+@pytest.mark.slow
+def test_what_training_writes_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "CONFIG", dataclasses.replace(training.CONFIG, num_layers=2))
     monkeypatch.setattr(training, "CURRICULUM", (training.Stage(4, 24, 2), training.Stage(3, 32, 2)))
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        training.train(Options(tmp_path / name, tmp_path / f"{name}-model", save_every=2, max_steps=steps))
-    return tmp_path / f"{name}-model"
-
-
-@pytest.mark.slow
-def test_training_resumes_where_it_stopped(tmp_path, monkeypatch, capsys):
-    """Interrupted twice, once between checkpoints, it ends with the same bits."""
-    whole = tiny_run(tmp_path, "whole", None, monkeypatch)
-    for steps in (3, 5, None):
-        parts = tiny_run(tmp_path, "parts", steps, monkeypatch)
-    assert "resumed at step 5" in capsys.readouterr().out
-    a, b = (models.load(p)[1] for p in (whole, parts))
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert json.loads((whole / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert models.load_tokenizer(whole).decode([corpus.WORD_ID["ada"]]) == "ada"
-    with locks.Locked(tmp_path / "parts"), pytest.raises(ValueError, match=r"another process is writing to .*parts"):
-        tiny_run(tmp_path, "parts", None, monkeypatch)
-    with pytest.raises(ValueError, match=r"holds a checkpoint of {'seed': 0.* not of {'seed': 1"):
-        training.train(Options(tmp_path / "parts", tmp_path / "other", seed=1, max_steps=1))
+        training.train(Options(tmp_path / "checkpoints", tmp_path / "model"))
+    assert models.load(tmp_path / "model")[0].config.num_layers == 2
+    assert models.load_tokenizer(tmp_path / "model").decode([corpus.WORD_ID["ada"]]) == "ada"

@@ -9,11 +9,11 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.configs.experiment import Setup
-from kvjax.contract import Reads
 from kvjax.experiments.core import engine as engines
 from kvjax.experiments.core.engine import Engine, Prompt, prompts_of, read_once, shapes, share_slots
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import Example, Question
+from tests.test_one_prefill import EveryThird
 
 
 class Letters:
@@ -55,13 +55,6 @@ def lines(model, params, examples, protocol, batch_size, policy):
 
 
 SIZES = ("slots", "kv_bytes", "kv_bytes_needed", "prefill_peak_bytes", "decode_peak_bytes")  # of the program
-
-
-class EveryThird(kvjax.Policy):
-    """A policy that lets rows read the tokens of every third position alone."""
-
-    def reads(self, kv, inputs, ctx):
-        return Reads(kv.pos % 3 == 0)
 
 
 @pytest.mark.slow

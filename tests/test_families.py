@@ -15,11 +15,13 @@ from kvjax.learning.relax import soften, with_table
 from kvjax.learning.soft import filled, simplex
 from kvjax.pallas_kernels.pytree import pytree
 from tests.float64 import central, relative
+from tests.tensors import qkv
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 B, L, K, S, R = 2, 3, 2, 16, 4
 LENGTHS = np.array([16, 12])
+ARRAYS = qkv(7, T=S, sharpness=1.0)
 
 
 @pytree
@@ -133,15 +135,9 @@ def snapkv(budget):
     return methods.snapkv(budget, window=2, kernel=3)
 
 
-def layers(seed=7, T=S):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    shapes = (B, 4, T, 8), (B, K, T, 8), (B, K, T, 8)
-    return tuple(jax.random.normal(key, s) for key, s in zip(keys, shapes, strict=True))
-
-
 def kept(policy):
     """What stays in every layer, "B L K S"."""
-    each = [evict_layer(policy, *layers(), layer=i, num_layers=L) for i in range(L)]
+    each = [evict_layer(policy, *ARRAYS, layer=i, num_layers=L) for i in range(L)]
     return np.stack([np.asarray(kv.live) for kv in each], axis=1)
 
 
@@ -192,7 +188,7 @@ def test_hard_parameters():
 def test_cold_gates_are_the_hard_policy(name):
     """Real budgets are rounded, so each head may differ by a token or two at its threshold; the total does not."""
     family, base = FAMILIES[name], methods.knorm(7) if name == "window" else snapkv(7)
-    decided = [evict_layer(soften(base, 0.01), *layers(), layer=i, num_layers=L) for i in range(L)]
+    decided = [evict_layer(soften(base, 0.01), *ARRAYS, layer=i, num_layers=L) for i in range(L)]
     ranked = [scores(base, i) for i in range(L)]
     pos = jnp.stack([kv.pos for kv in decided], axis=1)
     safe = pos >= (S if name == "window" else S - 2)
@@ -212,7 +208,7 @@ def scores(policy, layer):
             found.append(jnp.where(jnp.abs(score) < 1e30, score, 0.0))
             return super().__call__(score, budgets, slots)
 
-    evict_layer(dataclasses.replace(policy, select=Told()), *layers(), layer=layer, num_layers=L)
+    evict_layer(dataclasses.replace(policy, select=Told()), *ARRAYS, layer=layer, num_layers=L)
     return found[0]
 
 

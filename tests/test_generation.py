@@ -77,14 +77,6 @@ def test_generation_stops_at_the_end_token(shallow):
     assert [check_request(own, FULL, sampling.Greedy(), x, 0, None) for x in (None, (), 5)] == [eos, (), (5,)]
 
 
-def test_all_ended_runs_no_more_steps(shallow):
-    tokens = np.ones((1, 5), np.int32)
-    first = int(generation.generate(*shallow, tokens, max_new_tokens=1).tokens[0, 0])
-    found = generation.generate(*shallow, tokens, max_new_tokens=500, eos_ids=first)
-    assert found.lengths.tolist() == [1]
-    assert found.state.length.tolist() == [5]
-
-
 @pytest.mark.parametrize("policy", [FULL, methods.keyformer(4)])
 def test_what_is_past_the_plan_is_refused_and_under_jit_visible(shallow, read, policy):
     """Whether there is a slot or not: no token is overwritten, logits become NaN and tokens -1."""

@@ -24,8 +24,6 @@ BOTH = (
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: attention(q, k[:, :, :0], v, row, slots), r"k=float32\[2, 2, 0, 4\] must be a non-empty"),
-        (lambda: attention(q, k, v, row.astype(float), slots), "q_pos=float64.2, 6. must be .* of integers"),
         (lambda: measure(weight=np.ones((1, 6), np.float32)), r"a column's weight is .* \(2, 6\) to fit"),
         (lambda: measure(softmax=seeded(row[:1, 0])), r"a softmax's seed is .* must be integer of shape \(2,\)"),
         (lambda: measure(softmax=Softmax(heads=row[0, :1])), r"softmax's heads is .* must be integer of shape \(4,\)"),

@@ -164,11 +164,12 @@ def test_half_precision_inputs(implementation, dtype):
     compare(inputs(T=66, dtype=dtype), columns, implementation, TOLERANCE[dtype])
 
 
-def test_row_weights():
-    arrays = inputs(T=40)
-    weight = jnp.asarray(np.random.default_rng(3).random((2, 40)), jnp.float32)
-    columns = (Columns(weight=weight), Columns(weight=weight, rows=6, element="p2", group_at="before"))
-    compare(arrays, columns, "xla", TOLERANCE["float32"])
+@pytest.mark.parametrize("implementation", EVERY)
+def test_row_weights(implementation):
+    weight = jnp.asarray(np.random.default_rng(3).uniform(-1, 1, (2, 40)), jnp.float32)
+    columns = [Columns(weight=weight, rows=r, element=e) for r, e in itertools.product((None, 6), ("p", "p2", "above"))]
+    columns.append(Columns(weight=weight, rows=6, element="p2", group_at="before"))
+    compare(inputs(T=40), columns, implementation, TOLERANCE["float32"])
 
 
 SEED = jnp.asarray([3, 0xFFFFFFFF], jnp.uint32)
@@ -181,7 +182,7 @@ OWN = (
 )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize("shape", [{"T": 45, "cached": 6}, {"T": 1, "cached": 20, "pads": 0}], ids=str)
 def test_own_softmax(implementation, shape):
     arrays = inputs(**shape)
@@ -364,6 +365,17 @@ def test_no_probability_of_a_uniform_row_is_above_average(implementation, T):
         )
 
 
+def check_differences(f, at, grads):
+    """Gradients are central differences of a function along a random direction for each argument."""
+    rng = np.random.default_rng(2)
+    for i, g in enumerate(grads):
+        direction = jnp.asarray(rng.standard_normal(g.shape))
+        shifted = lambda e, i=i, d=direction: [x + e * d if j == i else x for j, x in enumerate(at)]
+        eps = 1e-6
+        numeric = (f(*shifted(eps)) - f(*shifted(-eps))) / (2 * eps)
+        np.testing.assert_allclose((g * direction).sum(), numeric, rtol=1e-6)
+
+
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_gradients_against_finite_differences(softcap):
     with jax.enable_x64(True):
@@ -377,13 +389,7 @@ def test_gradients_against_finite_differences(softcap):
             return (jnp.sin(result.out) * mix).sum() + (lse**2).sum()
 
         grads = jax.grad(f, argnums=(0, 1, 2))(*arrays[:3])
-        rng = np.random.default_rng(2)
-        for i, g in enumerate(grads):
-            direction = jnp.asarray(rng.standard_normal(g.shape))
-            shifted = lambda e, i=i, d=direction: [x + e * d if j == i else x for j, x in enumerate(arrays[:3])]
-            eps = 1e-6
-            numeric = (f(*shifted(eps)) - f(*shifted(-eps))) / (2 * eps)
-            np.testing.assert_allclose((g * direction).sum(), numeric, rtol=1e-6)
+        check_differences(f, arrays[:3], grads)
 
 
 @pytest.mark.parametrize(("T", "options"), [(140, {"window": 50}), (40, {"softcap": 3.0, "bias": True})], ids=str)

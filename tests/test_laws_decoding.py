@@ -11,11 +11,11 @@ import pytest
 import kvjax
 from kvjax import methods, plan
 from kvjax.budgets import STEP, Schedule
-from kvjax.contract import LAST, Layout, PerSlot, Policy, Reads, Rewrite
+from kvjax.contract import Layout, PerSlot, Policy, Reads, Rewrite
 from kvjax.evict import Evict
-from kvjax.observe import Rows, on_new_slots, segment_sum
+from kvjax.observe import Rows, segment_sum
 from kvjax.scores.attention import Accumulated
-from tests import table, tensors
+from tests import table, tensors, test_readme
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -144,26 +144,7 @@ def test_a_budget_that_holds_everything_is_full_attention(case, shallow, tiny):
 # ------------------------------------------------------------------------------------------------ what rows read
 
 
-class Delayed(Policy):
-    """A token that a learned gate marks is read for `delay` more rows, then evicted (DMS)."""
-
-    delay: int = 4
-
-    def init_params(self, info, key):
-        return jax.random.normal(key, (info.embed_dim, info.num_kv_heads))
-
-    def memory(self, info):
-        return PerSlot(dtype=jnp.int32)
-
-    def enter(self, kv, inputs, ctx):
-        until = jnp.where((inputs.hidden @ ctx.params).swapaxes(1, 2) > 0, inputs.pos[:, None] + self.delay, LAST)
-        return kv.replace(memory=kv.memory + on_new_slots(until, inputs))
-
-    def reads(self, kv, inputs, ctx):
-        return Reads(until=kv.memory)
-
-    def update(self, kv, stats, ctx):
-        return kv.keep(kv.memory > ctx.length[:, None, None])
+Delayed, Admit = (test_readme.run(name)[kind] for name, kind in test_readme.READING.items())
 
 
 class Faint(Policy):
@@ -196,6 +177,7 @@ def heads_of(one, other, **how):
 CHANGE_READS = {
     "until": Delayed(4),
     "until the next": Delayed(1),
+    "admitted": Admit(4),
     "weights": Faint(),
     "both": kvjax.chain(Delayed(4), Faint()),
     "heads": heads_of(Delayed(4), Faint(), pool=False),

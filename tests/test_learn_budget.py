@@ -81,8 +81,7 @@ def test_what_is_written(finished):
     assert "| 0.25 | best mask in hindsight |" in text
 
 
-def test_the_table_goes_into_any_policy(finished, embedded):
-    model, params, _ = embedded
+def test_the_table_is_the_policys(finished):
     path = finished / "tables" / "0.25.json"
     table = json.loads(path.read_text())
     assert table["total_off"] < 1e-6  # at every step of learning
@@ -91,13 +90,7 @@ def test_the_table_goes_into_any_policy(finished, embedded):
     assert shares.shape == (4, 4)
     assert shares.mean() == pytest.approx(1.0, abs=1e-6)
     assert np.abs(shares - 1).max() > 0.05  # something was learned
-    policy = with_table(methods.h2o(32), shares)
     assert repr(with_table(methods.snapkv(0.25, window=8), shares)) == table["policy"]
-    tokens = np.random.default_rng(0).integers(4, 300, (1, 64), np.int32)
-    _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=1)
-    live = np.stack([kv.num_live for kv in state.layers])
-    assert live.sum() == 16 * 32
-    assert len({*live.ravel().tolist()}) > 1
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
@@ -107,24 +100,6 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
     assert "is complete; --restart runs it again" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"another config \(learning\.rate: 0\.1 there, 0\.2 now\)"):
         learned(*SMALL, "--rate", "0.2", output=finished)
-
-
-def test_resuming_ends_with_the_same_numbers(finished, tmp_path, embedded):
-    """Interrupted while learning, and then while measuring."""
-    directory = tmp_path / "again"
-    assert budget.run(experiment(), directory, [], max_steps=3) == ""
-    assert not (directory / "tables").exists()
-    budget.run(experiment(), directory, [])
-    same = lambda name: (directory / name).read_text() == (finished / name).read_text()
-    assert same("tables/0.25.json")
-    assert samples(directory) == samples(finished)
-    (directory / "summary.json").unlink()
-    lines = (directory / "samples.jsonl").read_text().splitlines(keepends=True)
-    (directory / "samples.jsonl").write_text("".join(lines[:13]))
-    budget.run(experiment(), directory, [])
-    key = lambda s: (s["task"], s["index"], s["method"])
-    assert sorted(samples(directory), key=key) == sorted(samples(finished), key=key)
-    assert same("summary.md")
 
 
 @pytest.mark.parametrize(

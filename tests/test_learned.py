@@ -24,18 +24,13 @@ from kvjax.models.scorer import TrainedHead
 from kvjax.observe import Reread, votes
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, Learned, apply_heads
 from tests.float64 import VOCAB, G, K, L, Wide, central, relative
-from tests.tensors import live_positions
+from tests.tensors import live_positions, qkv
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 T, LENGTHS = 12, np.array([12, 9])
 TOKENS = np.random.default_rng(2).integers(0, VOCAB, (2, T)).astype(np.int32)
 ROOT = pathlib.Path(__file__).parents[1]
-
-
-def qkv(seed=0, H=8):
-    rng = np.random.default_rng(seed)
-    return tuple(jnp.asarray(rng.normal(size=(2, n, T, H)), jnp.float32) for n in (4, K, K))
 
 
 # ------------------------------------------------------------------------------------------------------------ scores
@@ -53,7 +48,7 @@ class Pick(Value):
 @pytest.mark.parametrize("index", [0, 9, 16, 17, 18, 20])
 def test_features_of_a_learned_score(index):
     """Keys, values, votes of the last rows, pooled votes, mean attention, age: what stays is best by each."""
-    q, k, v = map(np.asarray, qkv())
+    q, k, v = map(np.asarray, qkv(T=T))
     kv = evict_layer(Evict(Learned(Pick(index), 3, 3), 5), q, k, v)
     for row, head in np.ndindex(2, K):
         x = k[row, head] @ q[row, 2 * head : 2 * head + 2].swapaxes(1, 2) * 8**-0.5  # "G S T"
@@ -76,7 +71,7 @@ def function(seed=0, layers=3, width=6):
 def test_kvzap_keeps_what_its_function_says(threshold):
     hidden, zap = np.random.default_rng(1).normal(size=(2, T, 6)).astype(np.float32), function()
     policy = methods.kvzap(7, zap, threshold=threshold, recent=2)
-    kv = evict_layer(policy, *qkv(), lengths=LENGTHS, num_layers=3, layer=1, hidden=hidden)
+    kv = evict_layer(policy, *qkv(T=T), lengths=LENGTHS, num_layers=3, layer=1, hidden=hidden)
     for row, head in np.ndindex(2, K):
         n = LENGTHS[row]
         score = (hidden[row, T - n :] @ zap.weights["out"][1] + zap.weights["out_bias"][1])[:, head]
@@ -216,7 +211,7 @@ def states(model, params, ids):
 )
 def test_a_gate_mixes_what_two_loops_read(how):
     """Of a padded row too, whose sinks are its own first tokens."""
-    q, k, v = (x[:, :, :8] for x in qkv(3))
+    q, k, v = (x[:, :, :8] for x in qkv(3, T=T))
     pos = jnp.asarray([np.arange(8), np.maximum(np.arange(8) - 3, -1)], jnp.int32)
     gates = jnp.asarray([[0.0, 0.0], [0.25, 1.0]])
     attend = gated(gates, pos, sinks=1, recent=3)

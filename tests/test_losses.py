@@ -110,7 +110,6 @@ def test_losses_of_the_output():
     assert jnp.isnan(jax.jit(losses.task_loss)(jnp.ones((2, 7)), jnp.asarray([-1, 7]))).all()
 
 
-ROW = jnp.full((1, 4, 6), 1 / 6), jnp.ones((1, 2, 6, 3)), jnp.ones((4, 3, 5))
 QKV = jnp.ones((1, 4, 6, 3)), jnp.ones((1, 2, 6, 3)), jnp.ones((1, 2, 6, 3))
 
 

@@ -73,11 +73,3 @@ def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
 def test_what_cannot_run_is_refused_before_anything_does(tiny, policies, message):
     with pytest.raises(ValueError, match=message):
         prefill_each(*tiny, TOKENS, policies, **HOW)
-
-
-def test_generation_goes_on_from_each(tiny):
-    policies = {"full": kvjax.Policy(), "h2o": methods.h2o(8)}
-    for name, logits, state in prefill_each(*tiny, TOKENS, policies, **HOW):
-        found = kvjax.generate_from(*tiny, logits, state, max_new_tokens=F)
-        wanted = kvjax.generate(*tiny, TOKENS, policy=policies[name], buckets=False, **HOW)
-        np.testing.assert_array_equal(found.tokens, wanted.tokens)

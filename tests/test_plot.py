@@ -203,11 +203,9 @@ def test_drawing_in_axes_of_ones_own(name):
         (lambda: plot.kept_positions(decisions(), row=2), "row=2 must be .*; there are 2 sequences"),
         (lambda: plot.kept_positions({"x": KEEP[0]}), r"what x keeps must be a mask .*; got bool of shape \(12,\)"),
         (lambda: plot.scores(decisions(), head=2), "head=2 must be .*; there are 2 heads"),
-        (lambda: plot.budget_curve({}), "there is nothing to draw"),
         (lambda: plot.budget_curve({"x": {}}), "x has no budgets; leave it out"),
         (lambda: plot.budget_curve({"x": {0: 1.0}}), "x has the budget 0, but it must be positive"),
         (lambda: plot.budget_curve({"x": {64: 1.0, 0.5: 1.0}}), "budgets of 64 tokens and of a share 0.5 have no axis"),
-        (lambda: plot.depth_against_length({}), "there is nothing to draw"),
         (lambda: plot.depth_against_length({"x": []}), "x has no needles"),
         (lambda: plot.depth_against_length({"x": [{"depth": 0.5}]}), "the needles of x need numbers under .*'length'"),
         (

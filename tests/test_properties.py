@@ -3,7 +3,6 @@
 The default run draws few examples of few shapes; `-m exhaustive` draws many of more.
 """
 
-import dataclasses
 import re
 
 import hypothesis
@@ -15,8 +14,6 @@ import pytest
 
 import kvjax
 from kvjax.contract import LayerInfo
-from kvjax.decide.select import TopK
-from kvjax.evict import Evict
 from tests import table, tensors
 from tests.cases import Sizes
 
@@ -115,24 +112,6 @@ def test_prompts(name, data):
 @hypothesis.given(data=st.data())
 def test_prompts_of_many_shapes(case, data):
     prompt_property(case, data, groups=(1, 2, 3), widths=(11,))
-
-
-@pytest.mark.parametrize("content", CONTENTS)
-def test_the_best_stay_and_of_equals_the_newer(content):
-    """H2O and SnapKV: what was kept beats what was not."""
-    q, k, v = layer_of(content, 2, 1, T)
-    for name in ("h2o", "snapkv"):
-        policy = dataclasses.replace(table.Case(name).make(7), select=TopK())
-        assert isinstance(policy, Evict)
-        layers, (score,) = tensors.evicted(policy, [{"q": q, "k": k, "v": v}], lengths=[T, 11])
-        hparams = policy.sizes(LayerInfo(0, 1, 4, K, H, T, 0), np.array([T, 11])).hparams
-        for row, n in enumerate((T, 11)):
-            safe = T - int(hparams.recent[row])
-            for head in range(K):
-                stays = np.asarray(layers[0].live[row, head])
-                rank = [(score[row, head, i], i) for i in range(T)]
-                others = range(T - n, safe)
-                assert min(rank[i] for i in others if stays[i]) > max(rank[i] for i in others if not stays[i])
 
 
 @pytest.mark.exhaustive

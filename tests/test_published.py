@@ -78,6 +78,3 @@ def test_a_command_names_what_was_published(tmp_path, config, option):
     np.save(tmp_path / "model.npy", table)
     of = lambda name: configs.find(config)[1](**{option: str(tmp_path / name)}, setup=Setup()).policies
     assert of("model.tsv") == of("model.npy")
-    np.savetxt(tmp_path / "model.tsv", table[:3], delimiter="\t")
-    with pytest.raises(ValueError, match=r"model\.tsv has 3 layers of 4 kv heads, but the model 4 of 4"):
-        of("model.tsv")

@@ -10,7 +10,6 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.contract import Policy
 from kvjax.models.embedded import EMBEDDED
 
 README = pathlib.Path(kvjax.__file__).with_name("README.md")
@@ -61,17 +60,3 @@ def test_a_policy_keeps_its_budget(name):
     if "log_weight" in policy.writes:
         mass = [jnp.where(kv.live, jnp.exp(kv.log_weight), 0.0).sum(-1) for kv in state.layers]
         np.testing.assert_allclose(mass, 120.0, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", READING)
-def test_a_prompt_read_whole_is_one_read_token_by_token(name):
-    policy, (model, params) = run(name)[READING[name]](4), models.load(EMBEDDED)
-    assert isinstance(policy, Policy)
-    own = kvjax.init_policy_params(model.config, policy, jax.random.key(1))
-    read = lambda block: kvjax.prefill(
-        model, params, PROMPT, policy=policy, max_new_tokens=1, policy_params=own, block=block
-    )
-    (whole, state), (single, other) = read(None), read(1)
-    np.testing.assert_allclose(whole, single, atol=1e-4)
-    assert (state.num_live == other.num_live).all()
-    assert int(state.num_live.min()) < 40

@@ -12,11 +12,12 @@ import pytest
 
 import kvjax
 from kvjax import contract, methods, models
-from kvjax.models import gpt2, mpt
+from kvjax.models import gpt2
 from kvjax.observe import Reread
 from tests import tensors
 from tests.kept import digest
 from tests.tensors import live_positions
+from tests.test_storage import ALIBI
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "kvzip.json").read_text())
 T, LENGTHS = 24, np.array([24, 17], np.int32)
@@ -50,9 +51,6 @@ def test_kept_tokens_are_those_of_kvpress(case, embedded):
     assert [live_positions(kv)[0] for kv in state.layers] == case["kept"]
 
 
-ALIBI = mpt.MPTConfig(
-    vocab_size=61, embed_dim=32, mlp_dim=48, num_layers=1, num_query_heads=4, num_kv_heads=4, head_dim=8
-)
 BY_QUERY_HEAD = contract.Layout(by_query_head=True)
 CASES = {  # options, fields, and a digest of what the library before this one kept
     "window, prefix": ({"prefix": 3}, {}, "c355"),

@@ -9,7 +9,7 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule
 from kvjax.observe import FutureQueries
-from kvjax.scores.attention import Faded, LastRows, Recency, Votes
+from kvjax.scores.attention import Faded, LastRows, Recency
 from kvjax.scores.blends import (
     Blend,
     Standardized,
@@ -19,7 +19,6 @@ from kvjax.scores.blends import (
 )
 from kvjax.scores.keys import Capacity, Leverage, Redundancy
 from kvjax.scores.rows import Defensive, Unsteady
-from kvjax.scores.softmax import Noisy
 from tests import tensors
 from tests.by_hand import read, read_tensors
 
@@ -85,18 +84,6 @@ def test_sums_decay_and_rows_after_the_first_eviction_are_damped(decay, damping)
                 held.pop(min(held, key=lambda p: (held[p], p)))
         pairs = zip(kv.pos[0, head].tolist(), kv.memory.score[0, head].tolist(), strict=True)
         assert {p: x for p, x in pairs if p >= 0} == pytest.approx(held, abs=1e-5)
-
-
-def test_noise_is_added_to_logits():
-    """Keyformer's Equations 4 to 7 and 9: tau log z less the logits is Gumbel noise, whose differences are logistic."""
-    q, k, v = (jnp.repeat(x, 128, axis=0) for x in tensors.qkv(7, B=1, N=2, K=2, T=16))
-    logits = np.einsum("bnh,bnsh->bns", *(np.asarray(x, np.float64) for x in (q[:, :, -1], k))) / np.sqrt(q.shape[-1])
-    z = {tau: scores(Votes(1, softmax=Noisy(tau=(tau, tau))), q, k, v) for tau in (1.0, 2.0)}
-    noise = {tau: tau * np.log(x) - logits for tau, x in z.items()}
-    one, two = (x[..., ::2] - x[..., 1::2] for x in noise.values())
-    np.testing.assert_allclose(one, two, atol=1e-3)  # the same draws
-    for point in (-2.0, 0.0, 1.0):
-        assert (one < point).mean() == pytest.approx(1 / (1 + np.exp(-point)), abs=0.035)
 
 
 def test_last_rows_are_those_of_now():

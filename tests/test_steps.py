@@ -55,23 +55,6 @@ def test_blocks_that_keep_everything_are_the_whole_prompt(kind, positions):
     np.testing.assert_allclose(blocks, whole, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:a prompt of")
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_attention_without_a_cache_is_that_of_the_full_one(kind):
-    model, params = made(CONFIGS[kind])
-    outer, (layer,) = model.parts(params)
-    pos = jnp.asarray(np.maximum(np.arange(T) - (T - LENGTHS)[:, None], -1), jnp.int32)
-
-    @jax.jit
-    def logits(tokens):
-        x, cache, _ = model.block(0, layer, model.embed(outer, tokens, pos), None, attend.without_cache(pos))
-        assert cache is None
-        return model.head(outer, x)[:, -1]
-
-    whole, _ = steps.prefill(model, params, IDS, policy=methods.full(), max_new_tokens=0, lengths=LENGTHS)
-    np.testing.assert_allclose(logits(IDS), whole, atol=1e-5)
-
-
 def test_recency_does_not_depend_on_blocks(shallow):
     """A window keeps the same tokens however the prompt is cut, in two programs whatever the number of blocks."""
     before = attend.layer_step._cache_size()

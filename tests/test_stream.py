@@ -134,7 +134,6 @@ def test_a_text_is_a_batch_of_one(run):
         ({"stop": "aa"}, "text needs tokenizer="),
         ({"stop": ("aa", "")}, r"stop=\('aa', ''\): must be strings of at least one character"),
         ({"tokens": "aa ab", "tokenizer": ..., "lengths": [2]}, "lengths= and attention_mask= are of token ids"),
-        ({"tokens": np.full((1, 4), 61)}, "token id 61 is outside the vocabulary"),
         ({"max_new_tokens": None, "policy": methods.full()}, "keeps what comes after the prompt"),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvjax import generate, methods, models, prefill
 from kvjax.models import families, weights
+from tests.runs import contents
 
 
 def write(path, config=None, tensors=None):
@@ -40,9 +41,6 @@ def test_sharded(checkpoint, tiny):
     _, params = models.load(path)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(tiny[1]), strict=True):
         np.testing.assert_array_equal(a, b)
-    (path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"lists \['model-00002-of-00002.safetensors'\], which do not exist"):
-        models.load(path)
 
 
 def test_bfloat16(tmp_path, shallow):
@@ -75,14 +73,6 @@ def test_missing_extra_and_misshaped_tensors_are_named(checkpoint):
         "lm_head.weight has dtype I32, expected a float type",
     ):
         assert part in str(error.value)
-
-
-def test_truncated_file(checkpoint):
-    path, _, _ = checkpoint
-    file = path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="not a complete safetensors file"):
-        models.load(path)
 
 
 def test_untied_head_of_a_tied_model(checkpoint):
@@ -152,6 +142,7 @@ DAMAGE = {
         "has no model.safetensors .* download model.safetensors.index.json",
     ),
     "tokenizer_pointer": ({"tokenizer.json": POINTER}, "tokenizer.json is a pointer of Git LFS"),
+    "tokenizer_cut": ({"tokenizer.json": b"{"}, r"no tokenizer can be made of \[.*'tokenizer.json'"),
 }
 
 
@@ -197,15 +188,6 @@ def test_values_that_are_no_parameters_are_not_loaded(checkpoint, value, dtype, 
         models.load(path, dtype=dtype)
 
 
-def test_tensors_of_64_bits_are_rounded(checkpoint):
-    path, _, tensors = checkpoint
-    expected = models.load(path)[1]
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name].astype(np.float64)
-    write(path, tensors=tensors)
-    assert_same(models.load(path)[1], expected)
-
-
 def test_tensors_of_8_bits_are_named(checkpoint):
     file = checkpoint[0] / "model.safetensors"
     data = file.read_bytes()
@@ -230,12 +212,6 @@ def test_dtypes_are_named_in_full(checkpoint, tiny, dtype):
             use()
     with pytest.raises(ValueError, match="dtype='auto' is not one of"):
         models.save(path, *tiny, dtype="auto")
-    with pytest.raises(ValueError, match="dtype='float64' needs 64 bits"):
-        models.load(path, dtype="float64")
-
-
-def contents(path):
-    return {p.name: p.read_bytes() for p in path.iterdir()}
 
 
 def random_params(model):
@@ -372,8 +348,6 @@ def test_incomplete_directories(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ValueError, match=r"config.json lacks \['vocab_size'"):
         models.load(tmp_path)
-    with pytest.raises(ValueError, match="neither a directory nor a hub id"):
-        models.load(tmp_path / "nowhere")
 
 
 def test_no_weights(checkpoint):
