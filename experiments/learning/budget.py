@@ -42,7 +42,6 @@ from kvjax.experiments.learning.loop import Noted, Stage, adam, fit, shuffled
 from kvjax.learning.families import Family, mean_shares
 from kvjax.learning.relax import annealed, with_table
 
-DIVISIONS = ("uniform", "pyramid", "ada_static", "ada", "learned")
 _COSTS = ("loss", "layers", "live", "lost", "regret", "least_bound")  # of a line
 
 
@@ -148,9 +147,13 @@ def policies(
     """What is measured at one budget, all of the same total."""
     uniform = experiment.method(budget)
     ada = dataclasses.replace(uniform, heads=kvjax.Adaptive(experiment.ada_alpha))
-    pyramid = dataclasses.replace(uniform, layers=kvjax.Pyramid(experiment.pyramid_beta))
-    chosen = uniform, pyramid, with_table(uniform, average_table(ada, readings)), ada, hard
-    return dict(zip(DIVISIONS, chosen, strict=True))
+    return {
+        "uniform": uniform,
+        "pyramid": dataclasses.replace(uniform, layers=kvjax.Pyramid(experiment.pyramid_beta)),
+        "ada_static": with_table(uniform, average_table(ada, readings)),
+        "ada": ada,
+        "learned": hard,
+    }
 
 
 @jax.jit
@@ -267,7 +270,7 @@ def run(
         directory,
         command,
         config,
-        methods=(*DIVISIONS, *report.HINDSIGHT),
+        methods=report.DIVISIONS,
         files=tables.values(),
         policy=lambda sizes, b: experiment.method(b),
         learn=learn_all,

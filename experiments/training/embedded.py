@@ -75,10 +75,6 @@ CURRICULUM = (
 # --- documents ---
 
 
-def _encode(text: list[str]) -> list[int]:
-    return [corpus.WORD_ID[w] for w in text]
-
-
 def document(rng: np.random.Generator, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
     """Facts, filler and questions in random order; every question asks for facts that were stated.
 
@@ -113,7 +109,7 @@ def document(rng: np.random.Generator, stage: Stage) -> tuple[np.ndarray, np.nda
             text = corpus.fact(stated_as, name, value)
             unpredictable = {name, *value}
             kind = [0 if w in unpredictable else LANGUAGE for w in text]
-        tokens += _encode(text)
+        tokens += [corpus.WORD_ID[w] for w in text]
         classes += kind
     return np.array(tokens[: stage.length + 1]), np.array(classes[: stage.length + 1])
 
