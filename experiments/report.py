@@ -14,18 +14,39 @@ import importlib
 if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
-import argparse
+import dataclasses
 import pathlib
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
+
+from kvjax.configs.experiment import check_whole
 from kvjax.experiments.core.command import check_output, plain_errors, write_figure
 from kvjax.experiments.core.locks import alone_in
 from kvjax.models.written import write_bytes
 
 _PAGE, _TEXT, _NUMBERS = "report.html", "report.md", "cells.csv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """What to show.
+
+    Attributes:
+      runs: results directories.
+      output: directory for report.html, report.md and cells.csv.
+      samples: lines of every number within the page, at most.
+    """
+
+    runs: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
+    output: pathlib.Path = pathlib.Path("results/report")
+    samples: int = 3
+
+    def __post_init__(self):
+        check_whole(0, samples=self.samples)
 
 
 def write(directories: Sequence[pathlib.Path], output: pathlib.Path, command: str, samples: int = 3) -> Any:
@@ -72,24 +93,10 @@ def write(directories: Sequence[pathlib.Path], output: pathlib.Path, command: st
 
 def main(argv: Sequence[str]) -> None:
     """Reads, writes, and names what was left out."""
-    parser = argparse.ArgumentParser(
-        prog="experiments/report.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="results directories")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=pathlib.Path("results/report"), metavar="DIR",
-        help="directory for report.html, report.md and cells.csv; results/report by default",
-    )  # fmt: skip
-    parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="lines of every number within the page, at most (3)"
-    )
     with plain_errors():
-        own = parser.parse_args(argv)
-        if own.samples < 0:
-            raise ValueError(f"--samples {own.samples} must be at least 0")
-        command = f"python experiments/report.py {shlex.join(argv)}"
-        numbers = write(own.runs, own.output, command, own.samples)
-        print(f"{len(numbers)} numbers written to {own.output / _PAGE}")
+        shown = tyro.cli(Page, args=argv, prog="experiments/report.py", description=__doc__)
+        numbers = write(shown.runs, shown.output, f"python experiments/report.py {shlex.join(argv)}", shown.samples)
+        print(f"{len(numbers)} numbers written to {shown.output / _PAGE}")
 
 
 if __name__ == "__main__":
