@@ -460,7 +460,7 @@ def test_entries_run_end_to_end_at_reduced_size(real, argv, columns):
     entry = ENTRIES[name]
     if name in (*ROUGE, "ada-kv/figure5"):
         pytest.importorskip("rouge" if name.startswith("ada") else "rouge_score", reason="needs the extra eval")
-    folder = real(*argv.split(), *"--examples 2 --length 96 --new-tokens 4 --batch-size 2".split())
+    folder = real(*argv.split(), *"--examples 2 --length 128 --new-tokens 4 --batch-size 2".split())
     found = json.loads((folder / "report.json").read_text())
     assert columns is None or {n["column"] for n in found["numbers"]} == columns
     assert {n["method"] for n in found["numbers"]} - {"full"} or columns == GROWTH
