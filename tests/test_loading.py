@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from kvjax import models
 from kvjax.experiments import run
 from kvjax.experiments.bench import loading
+from kvjax.experiments.bench.peers.checkpoints import checkpoint as checkpoint_of
 from kvjax.models import stored
 from kvjax.models.embedded import EMBEDDED
 from tests.test_weights import assert_same
@@ -338,8 +339,8 @@ def test_the_main_job_takes_the_same_names(tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_load_holds_the_parameters_once(tmp_path, dtype):
     """Also where the dtype is not the stored one: the copy that is read is a strip."""
-    loading.write_checkpoint(tmp_path, "bfloat16", 0.5)
-    found = loading.measure("kvjax", tmp_path, dtype)
+    place = checkpoint_of(loading.random_model("bfloat16", 0.5), tmp_path)
+    found = loading.measure("kvjax", place, dtype)
     assert found["size"] > 0.4e9
     assert 0.99 < found["peak"] / found["size"] < 1.15
 

@@ -186,7 +186,7 @@ def ratio(x):
 
 
 def peers():
-    yield short(read("peers", "peers.json"))
+    yield "\n".join(short(read("peers", "peers.json")).markdown()) + "\n"
 
 
 def results_in_short():

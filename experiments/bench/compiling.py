@@ -3,6 +3,7 @@
 The command: `python -m kvjax.experiments.bench.compiling`.
 """
 
+import functools
 import pathlib
 import time
 from typing import Any
@@ -16,18 +17,15 @@ import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_distinct, check_whole
 from kvjax.drivers import attend, loop
+from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import apart, held
 from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info, write_found
 from kvjax.models.embedded import EMBEDDED
 
 _NEW = 32
-_POLICIES = {
-    "full": methods.full(),
-    "SnapKV": methods.snapkv(64),
-    "PyramidKV": methods.pyramidkv(64),
-    "H2O": methods.h2o(64),
-}
+_POLICIES = {"full": "full", "SnapKV": "snapkv", "PyramidKV": "pyramidkv", "H2O": "h2o"}
 
 
 def _model(num_layers: int) -> models.LanguageModel:
@@ -38,26 +36,21 @@ def _model(num_layers: int) -> models.LanguageModel:
 def compile_times(depths: tuple[int, ...], called: int, traced: int) -> dict[str, dict[str, dict[str, float]]]:
     """Processor seconds of tracing, lowering and compiling, by policy, program and depth.
 
-    The persistent cache is off meanwhile. A first compilation, which starts the compiler, is not counted.
+    A first compilation, which starts the compiler, is not counted. The persistent cache must be off.
 
     Args:
       depths: numbers of layers.
       called: tokens of the prompt that `prefill` reads when it is called, its run included.
       traced: tokens of the prompt for `jax.jit` around `prefill` and around `decode_step`.
     """
-    config: Any = jax.config
-    cached = config.jax_enable_compilation_cache
-    config.update("jax_enable_compilation_cache", False)
-    try:
-        _compiled(_model(1), methods.window(32), called, called)
-        found: dict[str, dict[str, dict[str, float]]] = {}
-        for name, policy in _POLICIES.items():
-            by_depth = {depth: _compiled(_model(depth), policy, called, traced) for depth in depths}
-            programs = by_depth[depths[0]]
-            found[name] = {what: {str(d): seconds[what] for d, seconds in by_depth.items()} for what in programs}
-        return found
-    finally:
-        config.update("jax_enable_compilation_cache", cached)
+    _compiled(_model(1), methods.window(32), called, called)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for name, method in _POLICIES.items():
+        policy = make_policy(method, 64)
+        by_depth = {depth: _compiled(_model(depth), policy, called, traced) for depth in depths}
+        programs = by_depth[depths[0]]
+        found[name] = {what: {str(d): seconds[what] for d, seconds in by_depth.items()} for what in programs}
+    return found
 
 
 def _compiled(model: models.LanguageModel, policy: kvjax.Policy, called: int, traced: int) -> dict[str, float]:
@@ -106,13 +99,14 @@ def held_by_lengths(policy: str, share: float, lengths: int = 24) -> dict[str, f
 
     Args:
       policy: a method's name.
-      share: its budget, a share of the prompt; 1 for the full cache.
+      share: its budget, a share of the prompt.
       lengths: how many.
     """
     model, params = models.load(EMBEDDED)
-    made = methods.full() if share == 1 else getattr(methods, policy)(share)
     ids = np.random.default_rng(0).integers(4, model.config.vocab_size, (1, 1024)).astype(np.int32)
-    read = lambda n: kvjax.generate(model, params, ids[:, -n:], policy=made, max_new_tokens=8, eos_ids=())
+    read = lambda n: kvjax.generate(
+        model, params, ids[:, -n:], policy=make_policy(policy, share), max_new_tokens=8, eos_ids=()
+    )
     read(33)
     programs: Any = attend.layer_step
     before, of_first = held("VmRSS"), programs._cache_size()
@@ -136,20 +130,21 @@ def bench(
     check_distinct("depths", depths)
     check_output(output)
     device = device_info()
-    compiled = compile_times(depths, called, traced)
+    uncached = functools.partial(apart, "kvjax.experiments.bench.compiling", JAX_ENABLE_COMPILATION_CACHE="0")
+    compiled = uncached("compile_times", depths, called, traced)
     print(f"{device['machine']}, {device['cpus']} CPUs, jax {jax.__version__}\n\nProcessor time to compile:\n")
-    print("".join(["| |", *(f" {n} layers, s |" for n in depths), "\n|---|", "---|" * len(depths)]))
-    for policy, programs in compiled.items():
-        for what, seconds in programs.items():
-            print("".join([f"| {policy}, {what} |", *(f" {x:.1f} |" for x in seconds.values())]))
+    lines = [
+        [f"{policy}, {what}", *(f"{x:.1f}" for x in seconds.values())]
+        for policy, programs in compiled.items()
+        for what, seconds in programs.items()
+    ]
+    print("\n".join(Table(["", *(f"{n} layers, s" for n in depths)], lines).markdown()))
     programs = sweep_programs()
     shown = ", ".join(f"{n} with {what}" for what, n in programs.items())
     print(f"\nprograms of a sweep of 4 budgets and 10 seeds: {shown}")
     lengths: dict[str, dict[str, float]] = {}
     for name, share in (("full", 1.0), ("snapkv", 0.25)):
-        where = "kvjax.experiments.bench.compiling", "held_by_lengths"
-        lengths[name] = apart(*where, name, share, JAX_ENABLE_COMPILATION_CACHE="0")
-        found = lengths[name]
+        found = lengths[name] = uncached("held_by_lengths", name, share)
         print(f"24 lengths, {name}: {found['MiB']:.0f} MiB more, {found['layers']:.0f} programs of layers")
     tokens = {"called": called, "traced": traced}
     write_found(output, compiling=compiled, tokens=tokens, programs=programs, lengths=lengths)

@@ -32,17 +32,15 @@ import kvjax
 from kvjax import analysis, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.bench.speed import METHODS
+from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.provenance import write_found
 from kvjax.experiments.tasks import TASKS, Task
 from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.models.embedded import EMBEDDED
 
-POLICIES = {
-    name: METHODS[name]
-    for name in ("window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv")
-}
+METHODS = ("window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv")
+POLICIES = {name: functools.partial(make_policy, name) for name in METHODS}
 BUDGETS = (0.0625, 0.09375, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.75)
 
 
@@ -122,29 +120,28 @@ def compare(together: Any, runs: list[Any], pairs: list[tuple[str, float]], kind
     """Seconds of the one call and of the separate runs, their ratios, and how far their losses are apart."""
     whole, one_first = timed(together, time.process_time)
     one: list[float] = []
-    first, rounds_, found = [], [], []
-    for i, run in enumerate(tqdm(runs, desc=kind, file=sys.stdout)):
-        result, seconds = timed(run, time.process_time)
+    separate: list[dict[str, Any]] = []
+    found = []
+    for i, ((policy, budget), run) in enumerate(zip(pairs, tqdm(runs, desc=kind, file=sys.stdout), strict=True)):
+        result, cpu = timed(run, time.process_time)
         found.append(jax.tree.map(np.asarray, result))
-        first.append(seconds)
-        rounds_.append([timed(run)[1] for _ in range(rounds)])
+        each = [timed(run)[1] for _ in range(rounds)]
+        own = {"policy": policy, "budget": budget, "seconds": float(np.median(each)), "rounds": each}
+        separate.append({**own, "first_cpu_seconds": cpu})
         if i % 4 == 0:
             one.append(timed(together)[1])
-    separate = [float(np.median(each)) for each in rounds_]
-    seconds, one_seconds = sum(separate), float(np.median(one))
+    seconds, first = (sum(run[key] for run in separate) for key in ("seconds", "first_cpu_seconds"))
+    one_seconds = float(np.median(one))
     return {
         "seconds": seconds,
         "one_call_seconds": one_seconds,
         "ratio": seconds / one_seconds,
-        "first_cpu_seconds": sum(first),
+        "first_cpu_seconds": first,
         "one_call_first_cpu_seconds": one_first,
-        "first_ratio": sum(first) / one_first,
+        "first_ratio": first / one_first,
         "largest_difference": largest_difference(whole, kind, found, pairs),
         "one_call_rounds": one,
-        "separate": [
-            {"policy": p, "budget": b, "seconds": s, "rounds": each, "first_cpu_seconds": cpu}
-            for (p, b), s, each, cpu in zip(pairs, separate, rounds_, first, strict=True)
-        ],
+        "separate": separate,
     }
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.contract import Layout
 from kvjax.drivers.memory import shown
+from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.bench.speed import RANDOM
 from kvjax.experiments.core.command import plain_errors, write_json
@@ -40,47 +41,32 @@ _NEW, _BUDGET, _BLOCK = 64, 512, 512
 _BLOCKS = ", in blocks"  # behind the name of a method
 
 
-def _mixed() -> kvjax.Policy:
-    members: dict[Hashable, kvjax.Policy] = {"first": methods.full(), "rest": methods.streaming_llm(_BUDGET)}
-    return kvjax.partition(members, ["first"] + ["rest"] * (RANDOM.num_layers - 1))
-
-
-def _by_head() -> kvjax.Policy:
-    members: dict[Hashable, kvjax.Policy] = {"retrieval": methods.full(), "streaming": methods.streaming_llm(_BUDGET)}
-    return kvjax.partition_heads(members, [["retrieval", "streaming"]] * RANDOM.num_layers)
-
-
-def _h2o(**fields: Any) -> kvjax.Policy:
-    return dataclasses.replace(methods.h2o(_BUDGET), **fields)
-
-
-def _fastgen(**fields: Any) -> kvjax.Policy:
-    return dataclasses.replace(methods.fastgen(range(3), range(3, 9)), budget=_BUDGET, **fields)
-
-
 _PLAIN = (
-    *("window", "dilated_window", "random", "streaming_llm", "h2o", "key_attention", "mas", "aqas", "scissorhands"),
-    *("roco", "keyformer", "ahakv", "tova", "snapkv", "pyramidkv", "nacl", "knorm", "keydiff"),
-    *("lagkv", "expected_attention"),
+    *("full", "window", "dilated_window", "random", "streaming_llm", "h2o", "key_attention", "mas", "aqas"),
+    *("scissorhands", "roco", "keyformer", "ahakv", "tova", "snapkv", "pyramidkv", "nacl", "knorm", "keydiff"),
+    *("lagkv", "expected_attention", "criticalkv", "chunkkv"),
 )
-METHODS: dict[str, tuple[str, Callable[[], kvjax.Policy]]] = {
-    "full": ("dense", methods.full),
-    **{name: ("dense", lambda name=name: getattr(methods, name)(_BUDGET)) for name in _PLAIN},
-    "criticalkv": ("dense", lambda: methods.criticalkv(methods.snapkv(_BUDGET))),
-    "chunkkv": ("dense", lambda: methods.chunkkv(methods.snapkv(_BUDGET))),
-    "fastgen": ("dense", _fastgen),
-    "think": ("thin keys", methods.think),
-    "snapkv, think": ("thin keys", lambda: kvjax.chain(methods.snapkv(_BUDGET), methods.think())),
-    "ada_snapkv": ("pool", lambda: methods.ada_snapkv(_BUDGET)),
-    "ada_snapkv, dense": ("dense", lambda: dataclasses.replace(methods.ada_snapkv(_BUDGET), layout=Layout())),
-    "ada_pyramid": ("pool", lambda: methods.ada_pyramid(_BUDGET)),
-    "h2o, adaptive heads": ("pool", lambda: _h2o(heads=kvjax.Adaptive(), layout=Layout(pool=True))),
-    "fastgen, pool": ("pool", lambda: _fastgen(pool=True)),
-    "h2o, query heads": ("query heads", lambda: variants.by_query_head(methods.h2o(_BUDGET))),
-    "h2o, rank": ("dense", lambda: _h2o(layout=Layout("rank"))),
-    f"roco{_BLOCKS}": ("dense", lambda: methods.roco(_BUDGET)),
-    "full first layer, streaming_llm": ("by layer", _mixed),
-    "full and streaming_llm heads": ("by head", _by_head),
+_H2O, _STREAMING = methods.h2o(_BUDGET), methods.streaming_llm(_BUDGET)
+_FASTGEN = dataclasses.replace(methods.fastgen(range(3), range(3, 9)), budget=_BUDGET)
+_LAYERS: dict[Hashable, kvjax.Policy] = {"first": methods.full(), "rest": _STREAMING}
+_HEADS: dict[Hashable, kvjax.Policy] = {"retrieval": methods.full(), "streaming": _STREAMING}
+_BY_LAYER = kvjax.partition(_LAYERS, ["first"] + ["rest"] * (RANDOM.num_layers - 1))
+_BY_HEAD = kvjax.partition_heads(_HEADS, [["retrieval", "streaming"]] * RANDOM.num_layers)
+METHODS: dict[str, tuple[str, kvjax.Policy]] = {
+    **{name: ("dense", make_policy(name, _BUDGET)) for name in _PLAIN},
+    "fastgen": ("dense", _FASTGEN),
+    "think": ("thin keys", methods.think()),
+    "snapkv, think": ("thin keys", kvjax.chain(methods.snapkv(_BUDGET), methods.think())),
+    "ada_snapkv": ("pool", methods.ada_snapkv(_BUDGET)),
+    "ada_snapkv, dense": ("dense", make_policy("ada_snapkv dense", _BUDGET)),
+    "ada_pyramid": ("pool", methods.ada_pyramid(_BUDGET)),
+    "h2o, adaptive heads": ("pool", dataclasses.replace(_H2O, heads=kvjax.Adaptive(), layout=Layout(pool=True))),
+    "fastgen, pool": ("pool", dataclasses.replace(_FASTGEN, pool=True)),
+    "h2o, query heads": ("query heads", variants.by_query_head(_H2O)),
+    "h2o, rank": ("dense", dataclasses.replace(_H2O, layout=Layout("rank"))),
+    f"roco{_BLOCKS}": ("dense", methods.roco(_BUDGET)),
+    "full first layer, streaming_llm": ("by layer", _BY_LAYER),
+    "full and streaming_llm heads": ("by head", _BY_HEAD),
 }
 
 
@@ -92,16 +78,15 @@ def measure(name: str, length: int) -> dict[str, Any]:
       a decode step's temporaries, compiled and measured, beyond the state that it overwrites. What is read in blocks
       is no one program: nothing is compiled of it.
     """
-    storage, make = METHODS[name]
+    storage, policy = METHODS[name]
     model = models.LanguageModel(RANDOM)
     params = jax.block_until_ready(jax.jit(model.init)(jax.random.key(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, RANDOM.vocab_size, (1, length)), jnp.int32)
-    policy = make()
     how: dict[str, Any] = {"policy": policy, "max_new_tokens": _NEW}
     how["block"] = _BLOCK if name.endswith(_BLOCKS) else None
     predicted = kvjax.plan_memory(RANDOM, prompt_len=length, **how)
     prefill = lambda params, tokens: kvjax.prefill(model, params, tokens, lengths=np.array([length]), **how)
-    read = prefill if how["block"] else jax.jit(prefill).lower(params, tokens).compile()
+    read: Any = prefill if how["block"] else jax.jit(prefill).lower(params, tokens).compile()
     step = jax.jit(lambda params, token, state: kvjax.decode_step(model, params, token, state), donate_argnums=2)
     _, state = jax.block_until_ready(read(params, tokens))
     arrays = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -120,7 +105,8 @@ def measure(name: str, length: int) -> dict[str, Any]:
     for _ in range(8):
         logits, state = step(params, token, state)
         jax.block_until_ready(logits)
-    planned = None if how["block"] else _planned(read)
+    planned: Any = None if how["block"] else read.memory_analysis()
+    of_step: Any = step.memory_analysis()
     return {
         "storage": storage,
         "state": {"predicted": predicted.state, "arrays": arrays, "full": predicted.full},
@@ -130,13 +116,14 @@ def measure(name: str, length: int) -> dict[str, Any]:
             "outputs": planned and planned.output_size_in_bytes,
             "measured": peak,
         },
-        "step": {"compiled": _planned(step).temp_size_in_bytes, "measured": max(0, held("VmHWM") - holding)},
+        "step": {"compiled": of_step.temp_size_in_bytes, "measured": max(0, held("VmHWM") - holding)},
     }
 
 
-def _planned(program: Any) -> Any:
-    """XLA's own count of a compiled program's bytes."""
-    return program.memory_analysis()
+def _parts(key: str) -> tuple[str, int]:
+    """The method and the tokens of a row."""
+    name, _, length = key.rpartition("@")
+    return name, int(length)
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
@@ -145,10 +132,10 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     head += ["compiled", "measured", "predicted / compiled", "decode step: compiled", "measured"]
     lines = []
     for key, row in rows.items():
-        name, _, length = key.rpartition("@")
+        name, length = _parts(key)
         state, prefill, step = row["state"], row["prefill"], row["step"]
         share = state["arrays"] / state["full"]
-        cells = [name, row["storage"], f"{int(length):,}", shown(state["predicted"]), shown(state["arrays"])]
+        cells = [name, row["storage"], f"{length:,}", shown(state["predicted"]), shown(state["arrays"])]
         compiled = prefill["compiled"]
         ratio = f"{prefill['predicted'] / compiled:.2f}" if compiled else ""
         cells += [f"{share:.1%}", shown(prefill["predicted"]), shown(compiled) if compiled else ""]
@@ -182,18 +169,15 @@ def bench(
     with Locked(output):
         rows = stored_rows(output / "memory.json", {"setup": setup})
         wanted = [f"{name}@{n}" for name in only or METHODS for n in lengths]
-        known = [
-            f"{name}@{n}" for name in METHODS for n in sorted({*lengths, *(int(k.rpartition("@")[2]) for k in rows)})
-        ]
+        places = {name: i for i, name in enumerate(METHODS)}
         for key in wanted:
             if key in rows:
                 continue
-            name, _, length = key.rpartition("@")
-            print(f"{name}, {int(length):,} tokens", file=sys.stderr)
-            rows[key] = apart(
-                "kvjax.experiments.bench.memory", "measure", name, int(length), MALLOC_MMAP_THRESHOLD_="131072"
-            )
-            rows = {k: rows[k] for k in known if k in rows}
+            name, length = _parts(key)
+            print(f"{name}, {length:,} tokens", file=sys.stderr)
+            how = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+            rows[key] = apart("kvjax.experiments.bench.memory", "measure", name, length, **how)
+            rows = dict(sorted(rows.items(), key=lambda row: (places[_parts(row[0])[0]], _parts(row[0])[1])))
             write_json(output / "memory.json", {"setup": setup, "rows": rows})
             write_bytes(output / "memory.md", table(rows).encode())
     print(table({key: rows[key] for key in wanted}))

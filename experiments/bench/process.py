@@ -9,7 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -44,21 +44,29 @@ def forget_peak() -> None:
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
-def apart(module: str, function: str, *arguments: Any, **environment: str) -> Any:
+def apart(
+    module: str,
+    function: str,
+    *arguments: Any,
+    python: Sequence[str] = (sys.executable,),
+    where: pathlib.Path | None = None,
+    **environment: str,
+) -> Any:
     """What a function of a module returns in a process of its own: numbers, texts and what JSON holds of them.
 
     Args:
       module, function: where it is.
       *arguments: what it is called with.
+      python: the command of an interpreter.
+      where: the folder that it starts in, this one's if None.
       **environment: variables that the process has beside this one's.
 
     Raises:
       RuntimeError: it failed, with what it wrote.
     """
     code = f"import json; from {module} import {function} as f; print(json.dumps(f(*{arguments!r})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
+    how: dict[str, Any] = {"cwd": where, "env": {**os.environ, **environment}}
+    done = subprocess.run([*python, "-c", code], capture_output=True, text=True, check=False, **how)
     if done.returncode:
         raise RuntimeError(f"{function}{arguments} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -6,6 +6,7 @@ One process with the embedded model repeats 40 requests in a drawn order. The fi
 shape; from then on nothing is compiled, and resident memory is to stay within 5 %. Needs Linux.
 """
 
+import functools
 import pathlib
 import time
 from collections.abc import Callable
@@ -25,13 +26,8 @@ from kvjax.models.embedded import EMBEDDED
 _MOST = 0.05  # growth that is no leak
 _POLICIES: tuple[Callable[[], kvjax.Policy], ...] = (
     methods.full,
-    lambda: methods.snapkv(24, window=8),
-    lambda: methods.pyramidkv(24, window=8),
-    lambda: methods.ada_snapkv(24, window=8),
-    lambda: methods.h2o(24),
-    lambda: methods.tova(24),
-    lambda: methods.streaming_llm(24),
-    lambda: methods.keyformer(24),
+    *(functools.partial(getattr(methods, x), 24, window=8) for x in ("snapkv", "pyramidkv", "ada_snapkv")),
+    *(functools.partial(getattr(methods, x), 24) for x in ("h2o", "tova", "streaming_llm", "keyformer")),
 )
 
 

@@ -10,58 +10,29 @@ program: an array that grew with the square of the prompt would show.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import tyro
-from jax import lax
 
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
-from kvjax.contract import Layout
+from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import seconds_in_turns
 from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.provenance import write_found
 from kvjax.models.embedded import EMBEDDED
 
-METHODS: dict[str, Callable[[float], kvjax.Policy]] = {
-    "full": lambda budget: methods.full(),
-    "window": methods.window,
-    "streaming_llm": methods.streaming_llm,
-    "random": methods.random,
-    "h2o": methods.h2o,
-    "tova": methods.tova,
-    "snapkv": methods.snapkv,
-    "pyramidkv": methods.pyramidkv,
-    "ada_snapkv": methods.ada_snapkv,
-    "ada_snapkv dense": lambda budget: dataclasses.replace(methods.ada_snapkv(budget), layout=Layout()),
-    "roco": methods.roco,
-    "ahakv": methods.ahakv,
-    "keyformer": methods.keyformer,
-    "quest": methods.quest,
-    "quest everywhere": functools.partial(methods.quest, dense=0),
-}
 READING = ("h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "streaming_llm", "random")
+METHODS = ("full", "window", "streaming_llm", "random", "h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv")
+METHODS += ("ada_snapkv dense", "roco", "ahakv", "keyformer", "quest", "quest everywhere")
 RANDOM = models.ModelConfig(
     vocab_size=512, embed_dim=256, mlp_dim=1024, num_layers=4, num_query_heads=8, num_kv_heads=2, head_dim=32
 )
-
-
-@functools.partial(jax.jit, static_argnames=("model", "steps"))
-def advance(
-    model: models.LanguageModel, params: Any, token: jax.Array, state: kvjax.State, steps: int
-) -> tuple[jax.Array, kvjax.State]:
-    """Greedy decoding in one scan; returns the last token and the state after."""
-
-    def step(carry, _):
-        logits, state = kvjax.decode_step(model, params, *carry)
-        return (jnp.argmax(logits, axis=-1).astype(jnp.int32), state), None
-
-    return lax.scan(step, (token, state), length=steps)[0]
 
 
 def compile_prefill(
@@ -104,7 +75,7 @@ def prefill(
     programs = {
         "no statistics, all kept": compile_prefill(model, params, full, length, evict=False),
         "h2o's statistics, all kept": compile_prefill(model, params, h2o, length, evict=False),
-        **{name: compile_prefill(model, params, METHODS[name](budget), length) for name in READING},
+        **{name: compile_prefill(model, params, make_policy(name, budget), length) for name in READING},
     }
     runs = {name: functools.partial(program, params, tokens) for name, program in programs.items()}
     seconds = seconds_in_turns(runs, rounds, jax.block_until_ready)
@@ -120,11 +91,7 @@ def prefill(
         for name, s in seconds.items()
     ]
     print(f"prefill of {length} tokens, {rounds} interleaved rounds\n")
-    print(f"{'variant':28s} {'min ms':>8s} {'median ms':>10s} {'ratio':>7s} {'paired':>7s}")
-    for t in timings:
-        name, *numbers = t.values()
-        print("{:28s} {:8.1f} {:10.1f} {:7.3f} {:7.3f}".format(name, *numbers))
-
+    _show(timings)
     print("\nmemory planned for temporaries, MiB (a float32 N x N matrix of one head for comparison)\n")
     print(f"{'layers':>6s} {'tokens':>7s} {'no statistics':>14s} {'H2O':>8s} {'N x N':>8s}")
     memory = []
@@ -150,7 +117,7 @@ def decode(
     only: tuple[str, ...] = (),
     output: pathlib.Path | None = None,
 ) -> None:
-    """Tokens per second for the full cache and each method, one `lax.scan` each.
+    """Tokens per second for the full cache and each method, in `generate`'s loop.
 
     Args:
       length: of the prompt.
@@ -174,10 +141,10 @@ def decode(
         model, params = models.load(EMBEDDED)
     tokens, runs, slots = _prompts(model, batch, length), {}, {}
     for name in (n for n in METHODS if not only or n in (*only, "full", "snapkv")):
-        logits, state = kvjax.prefill(model, params, tokens, policy=METHODS[name](budget), max_new_tokens=steps)
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        runs[name] = functools.partial(advance, model, params, token, state, steps)
-        slots[name] = sum(kv.pos[0].size for kv in state.layers)
+        read = kvjax.prefill(model, params, tokens, policy=make_policy(name, budget), max_new_tokens=steps)
+        how = {"max_new_tokens": steps + 1, "eos_ids": ()}  # the first is that of the prompt's logits
+        runs[name] = functools.partial(kvjax.generate_from, model, params, *read, **how)
+        slots[name] = sum(kv.pos[0].size for kv in read[1].layers)
     seconds = {name: np.array(s) for name, s in seconds_in_turns(runs, rounds, jax.block_until_ready).items()}
     rows = [
         {
@@ -190,11 +157,16 @@ def decode(
         for name, s in seconds.items()
     ]
     sizes = {"length": length, "steps": steps, "batch": batch, "budget": budget, "rounds": rounds}
-    print(f"{steps} tokens after a prompt of {length}, batch {batch}, budget {budget:.0%}, {rounds} interleaved rounds")
-    print(f"\n{'method':16s} {'tokens/s':>10s} {'of full':>8s} {'of snapkv':>9s} {'slots':>9s}")
-    for row in rows:
-        print("{:16s} {:10.0f} {:8.2f} {:9.2f} {:9,}".format(*row.values()))
+    print(
+        f"{steps} tokens after a prompt of {length}, batch {batch}, budget {budget:.0%}, {rounds} interleaved rounds\n"
+    )
+    _show(rows)
     write_found(output, **sizes, random=random, rows=rows)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    """Prints rows under their names."""
+    print(pd.DataFrame(rows).to_string(index=False, float_format="{:,.3f}".format))
 
 
 def _prompts(model: models.LanguageModel, batch: int, length: int) -> jax.Array:

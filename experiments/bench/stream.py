@@ -106,16 +106,13 @@ def _in_turn(model: models.LanguageModel, params: Any, kept: list[tuple[int, Any
 
 def table(rows: dict[str, Any]) -> str:
     """All methods as Markdown."""
-    marks: list[Any] = max((row["marks"] for row in rows.values()), key=lambda each: len(each))
-    names = [f"{mark['tokens']:,} tokens" for mark in marks]
+    names = [f"{mark['tokens']:,} tokens" for mark in next(iter(rows.values()))["marks"]]
     heads = ["method", *(f"µs a token after {n}" for n in names), *(f"{n} / first" for n in names[1:])]
     heads += [*(f"{n} / first, processor time" for n in names[1:]), "peak beyond the first windows"]
     lines = []
     for name, row in rows.items():
-        pad = lambda cells, most: [*cells, *[""] * (most - len(cells))]
-        cells = pad([f"{mark['median_us']:.1f}" for mark in row["marks"]], len(marks))
-        for which in ("ratio", "processor_ratio"):
-            cells += pad([f"{mark[which]:.3f}" for mark in row["marks"][1:]], len(marks) - 1)
+        cells = [f"{mark['median_us']:.1f}" for mark in row["marks"]]
+        cells += [f"{mark[key]:.3f}" for key in ("ratio", "processor_ratio") for mark in row["marks"][1:]]
         lines.append([name, *cells, shown(max(0, row["growth"]))])
     return "\n".join(Table(heads, lines).markdown()) + "\n"
 

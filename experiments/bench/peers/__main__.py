@@ -12,6 +12,7 @@ Each row is stored as soon as it is measured, so that Ctrl-C, or a worker that e
 first; a row that is measured again replaces itself alone, and `--missing` measures those that there are not.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -29,7 +30,7 @@ from kvjax.experiments import stopping
 from kvjax.experiments.bench.peers.checkpoints import MODELS, Model, as_toy, checkpoint
 from kvjax.experiments.bench.peers.environment import ROOT, check_interpreter, make_environment
 from kvjax.experiments.bench.peers.measure import measure, outcome, together
-from kvjax.experiments.bench.peers.report import draw, markdown, number
+from kvjax.experiments.bench.peers.report import draw, markdown, number, spread
 from kvjax.experiments.bench.peers.report import short as short_table
 from kvjax.experiments.bench.peers.rows import Row, choose, make_rows, turns
 from kvjax.experiments.bench.peers.workers import SIDES, JobError, Sides
@@ -81,10 +82,9 @@ def _show(text: str) -> None:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    ratio, bound = entry["ratio"], "at least" if entry["kind"] == "speed" else "at most"
-    spread = f"{number(ratio['median'])} [{number(ratio['q1'])}, {number(ratio['q3'])}]"
+    bound = "at least" if entry["kind"] == "speed" else "at most"
     aim = "" if entry["goal"] is None else f"; {bound} {number(entry['goal'])}: {'met' if entry['met'] else 'missed'}"
-    return f"{entry['model']}/{entry['name']:24s} {spread}{aim}"
+    return f"{entry['model']}/{entry['name']:24s} {spread(entry['ratio'])}{aim}"
 
 
 def bench(
@@ -134,7 +134,7 @@ def bench(
             print(f"{row.key:32s} {row.text}{aim}")
         return
     if short:
-        print(short_table(json.loads((output / "peers.json").read_bytes())))
+        print("\n".join(short_table(json.loads((output / "peers.json").read_bytes())).markdown()) + "\n")
         return
     check_whole(1, threads=threads)
     check_finite(0, minutes=minutes, seconds=seconds)
@@ -166,7 +166,8 @@ def bench(
             each = next(model for model in chosen if model.name == some[0].model)
             stored = checkpoint(each, checkpoints or pathlib.Path(folder))
             programs = pathlib.Path(tempfile.mkdtemp(dir=folder))
-            with Sides(stored, each.dtype, python, (cores or usable)[:threads], programs) as sides:
+            on = (cores or usable)[:threads]
+            with contextlib.closing(Sides(stored, each.dtype, python, on, programs)) as sides:
                 if "peer" not in about:
                     about |= {side: sides.about(side) for side in SIDES}
                     stored_rows(path, about)

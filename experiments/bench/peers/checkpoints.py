@@ -13,6 +13,8 @@ from kvjax.models.packaged import PACKAGED, fetched
 from kvjax.models.rope import Rope
 from kvjax.models.sources import locate
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -34,7 +36,7 @@ class Model:
     name: str
     title: str
     source: str | models.ModelConfig
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     lengths: tuple[int, ...] = (1024, 4096)
     steps: int = 32
     batch: int = 4

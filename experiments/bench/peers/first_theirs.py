@@ -1,25 +1,41 @@
-"""What a user's first run is, with transformers or kvpress, in the environment without kvjax: as `first_ours`."""
+"""As `first_ours` with transformers or kvpress, in the environment without kvjax."""
 
-import json
-import sys
 import time
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from ..process import held
 from .theirs import make_press
 
-checkpoint, dtype, length, new, what, budget, _ = sys.argv[1:]
-start = time.perf_counter()
-model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype), trust_remote_code=False)
-if int(length):
-    model.generation_config.eos_token_id = None  # so that as much is generated
-    tokens = torch.randint(4, model.config.vocab_size, (1, int(length)))
-    how = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": int(new), "do_sample": False}
-    with make_press(what, float(budget))(model):
-        model.generate(tokens, **how)
-else:
-    for x in model.parameters():
+
+def pretrained(checkpoint: str, dtype: str) -> Any:
+    """A model."""
+    how = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **how)
+
+
+def load(checkpoint: str, dtype: str, warm: bool = False) -> dict[str, float]:
+    """As `first_ours.load`."""
+    if warm:
+        getattr(transformers, transformers.AutoConfig.from_pretrained(checkpoint).architectures[0])  # its file
+    before, start, spent = held("VmRSS"), time.perf_counter(), time.process_time()
+    params = list(pretrained(checkpoint, dtype).parameters())
+    ready = time.perf_counter() - start
+    for x in params:
         x.detach().view(dtype=getattr(torch, f"int{8 * x.element_size()}")).max()
-print(json.dumps({"seconds": time.perf_counter() - start, "peak": held("VmHWM")}))
+    read, spent = time.perf_counter() - start, time.process_time() - spent
+    took = {"ready": ready, "read": read, "processor": spent}
+    return took | {"before": before, "peak": held("VmHWM"), "size": sum(x.numel() * x.element_size() for x in params)}
+
+
+def answer(checkpoint: str, dtype: str, length: int, new: int, what: str, budget: float, _: str) -> dict[str, int]:
+    """As `first_ours.answer`."""
+    model = pretrained(checkpoint, dtype)
+    model.generation_config.eos_token_id = None  # so that as much is generated
+    tokens = torch.randint(4, model.config.vocab_size, (1, length))
+    how = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": new, "do_sample": False}
+    with make_press(what, budget)(model):
+        model.generate(tokens, **how)
+    return {"peak": held("VmHWM")}

@@ -1,4 +1,4 @@
-"""kvjax's worker: `python -m kvjax.experiments.bench.peers.ours MODEL DTYPE` answers requests from standard input."""
+"""kvjax's worker, `python -m kvjax.experiments.bench.peers.ours MODEL DTYPE THREADS`: it answers standard input."""
 
 import functools
 import sys
@@ -10,19 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import methods, models
+from kvjax import models
 from kvjax.drivers.loop import begin, decoded
 from kvjax.experiments.bench.peers.protocol import serve
+from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.core.provenance import device_info
-
-
-def make_policy(name: str, budget: float) -> kvjax.Policy:
-    """A method at a budget: a share of the prompt up to 1, else a number of tokens. "full" has none."""
-    if name == "full":
-        return methods.full()
-    count = budget if budget <= 1 else round(budget)
-    around = {"criticalkv": methods.criticalkv, "chunkkv": methods.chunkkv}  # SnapKV
-    return around[name](methods.snapkv(count)) if name in around else getattr(methods, name)(count)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -44,13 +36,7 @@ class Jobs:
         self._read: tuple[Any, Any] = None, None  # the prompt that was read last, and what came of it
 
     def __call__(self, job: dict[str, Any]) -> Callable[[], int]:
-        """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`: compiled, and run once if it decodes.
-
-        Raises:
-          ValueError: a kind that this worker does not know.
-        """
-        if job["kind"] not in ("prefill", "decode"):
-            raise ValueError(f"kvjax has no job {job['kind']!r}")
+        """A job, the fields of `kvjax.experiments.bench.peers.rows.Job`: compiled, and run once if it decodes."""
         if job["kind"] == "prefill":
             return self._prefilling(job)
         run = self._decoding(job)
@@ -105,4 +91,4 @@ def _prompt(job: dict[str, Any]) -> tuple[Any, ...]:
 if __name__ == "__main__":
     device = device_info()
     del device["cpus"]  # as many as it was started on
-    serve(Jobs(*sys.argv[1:]), {"device": device})
+    serve(Jobs(*sys.argv[1:3]), {"device": device})

@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kvjax.experiments.bench.peers.checkpoints import MODELS
+from kvjax.experiments.core import page
 from kvjax.experiments.core.page import Table
-from kvjax.plot.style import COLOURS
+from kvjax.plot.style import COLOURS, figure_of, panels
 
 Entry = dict[str, Any]
 
@@ -34,20 +35,20 @@ def by_model(table: dict[str, Any]) -> dict[str, list[Entry]]:
     return {model: [row for row in rows if row["model"] == model] for model in dict.fromkeys(r["model"] for r in rows)}
 
 
-def short(table: dict[str, Any]) -> str:
+def short(table: dict[str, Any]) -> Table:
     """The main ratios in ten lines: more is better, but for memory; those that miss their goals are bold."""
     models = by_model(table)
 
     def cell(rows: dict[str, Entry], names: Sequence[str]) -> str:
         found = [next((rows[x] for x in alike.split() if x in rows), None) for alike in names]
-        shown = ["" if x is None else number(x["ratio"]["median"]) for x in found]
+        shown = ["-" if x is None else number(x["ratio"]["median"]) for x in found]
         return "; ".join(
-            f"**{text}**" if x and x["met"] is False else text or "-" for text, x in zip(shown, found, strict=True)
+            f"**{text}**" if x and x["met"] is False else text for text, x in zip(shown, found, strict=True)
         )
 
     named = [{row["name"]: row for row in rows} for rows in models.values()]
     lines = [[line, *(cell(rows, names) for rows in named)] for line, names in _SHORT.items()]
-    return "\n".join(Table(["", *(_TITLES.get(x, x) for x in models)], lines).markdown()) + "\n"
+    return Table(["", *(_TITLES.get(x, x) for x in models)], lines)
 
 
 def markdown(table: dict[str, Any]) -> str:
@@ -55,18 +56,15 @@ def markdown(table: dict[str, Any]) -> str:
     device, peers = table["kvjax"]["device"], table["peer"]["versions"]
     versions = {name: device["versions"][name] for name in ("python", "jax", "jaxlib", "kvjax")} | peers
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    lines = [
-        "# kvjax beside transformers and kvpress",
-        "",
+    about = (
         f"{device['machine']}, {device['kind']}, {table['threads']} threads; {named}. Ratios are medians of those "
-        "within one round of interleaved runs; above 1 is kvjax's, but for memory and what statistics add.",
-        "",
-        short(table),
-    ]
+        "within one round of interleaved runs; above 1 is kvjax's, but for memory and what statistics add."
+    )
+    blocks: list[str | Table] = [about, short(table)]
+    head = ["row", "kvjax", "beside", "ratio [quartiles], rounds", "goal", "met"]
     for model, rows in by_model(table).items():
-        head = ["row", "kvjax", "beside", "ratio [quartiles], rounds", "goal", "met"]
-        lines += [f"## {_TITLES.get(model, model)}", "", *Table(head, [_cells(row) for row in rows]).markdown(), ""]
-    return "\n".join(lines)
+        blocks += [f"## {_TITLES.get(model, model)}", Table(head, [_cells(row) for row in rows])]
+    return page.markdown("kvjax beside transformers and kvpress", *blocks)
 
 
 def amount(value: float, unit: str) -> str:
@@ -81,9 +79,14 @@ def amount(value: float, unit: str) -> str:
 def _cells(row: Entry) -> list[str]:
     ratio, most = row["ratio"], "at most " if row["kind"] == "cost" else ""
     sides = (f"{row[side]['label']}: {amount(row[side]['value'], row['unit'])}" for side in ("kvjax", "beside"))
-    spread = f"{number(ratio['median'])} [{number(ratio['q1'])}, {number(ratio['q3'])}], {ratio['rounds']}"
     goal = "" if row["goal"] is None else most + number(row["goal"])
-    return [row["text"], *sides, spread, goal, {True: "yes", False: "**no**", None: ""}[row["met"]]]
+    return [
+        row["text"],
+        *sides,
+        f"{spread(ratio)}, {ratio['rounds']}",
+        goal,
+        {True: "yes", False: "**no**", None: ""}[row["met"]],
+    ]
 
 
 def number(ratio: float) -> str:
@@ -93,6 +96,11 @@ def number(ratio: float) -> str:
     return f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
 
 
+def spread(ratio: dict[str, float]) -> str:
+    """A median ratio and its quartiles."""
+    return f"{number(ratio['median'])} [{number(ratio['q1'])}, {number(ratio['q3'])}]"
+
+
 def draw(table: dict[str, Any]) -> Figure:
     """Every ratio as a dot with its quartiles in the colour of what stands beside, model by model; ticks are goals.
 
@@ -100,17 +108,13 @@ def draw(table: dict[str, Any]) -> Figure:
     """
     models = {model: [row for row in rows if row["name"][:7] != "memory/"] for model, rows in by_model(table).items()}
     models = dict(sorted(models.items(), key=lambda item: -len(item[1])))  # neighbours are as high
-    columns = min(2, len(models))
-    places = [list(models.items())[i : i + columns] for i in range(0, len(models), columns)]
-    heights = [max(len(rows) for _, rows in some) + 2 for some in places]
-    figure = Figure(figsize=(6 * columns, 0.16 * sum(heights) + 1), layout="constrained", dpi=100)
-    how = {"squeeze": False, "sharex": True, "gridspec_kw": {"height_ratios": heights}}
-    grid = figure.subplots(len(places), columns, **how)
-    for axes, place in zip(grid.ravel(), (*models, *[None] * (grid.size - len(models))), strict=True):
-        if place is None:
-            axes.remove()
-        else:
-            _panel(axes, _TITLES.get(place, place), models[place])
+    columns, lengths = min(2, len(models)), [len(rows) for rows in models.values()]
+    heights = [lengths[i] + 2 for i in range(0, len(lengths), columns)]
+    size = 6 * columns, 0.16 * sum(heights) + 1
+    axes = panels(None, len(models), columns=columns, size=size, sharex=True, height_ratios=heights)
+    for each, (model, rows) in zip(axes, models.items(), strict=True):
+        _panel(each, _TITLES.get(model, model), rows)
+    figure = figure_of(axes[0])
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
     labels = {label: line for each in found for line, label in zip(*each, strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside upper center", ncols=len(labels), fontsize=8)

@@ -1,8 +1,10 @@
 """What is measured beside what, and what is aimed at: the rows of the table."""
 
+import csv
 import dataclasses
 import fnmatch
 import functools
+import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -11,29 +13,9 @@ from kvjax.experiments.bench.peers.checkpoints import Model
 Side = Literal["kvjax", "peer"]
 Kind = Literal["prefill", "decode", "first", "load"]
 
-# At least so many times as fast, or at most so many times as much: what each row should be. Others have no goal.
-_GOALS = {
-    1.0: "tiny/prefill/2k tiny/prefill/4k tiny/first/cold smollm2-f32/first/cold smollm2-bf16/first/cold "
-    "smollm2-bf16/prefill/1k gemma3-bf16/prefill/4k llama1b-f32/prefill/4k llama1b-bf16/full/1x1k "
-    "llama1b-bf16/steps/1k llama2gb-f32/first/cold",
-    1.1: "tiny/first/kvpress smollm2-f32/prefill/4k llama1b-bf16/decode/snapkv smollm2-f32/peak",
-    1.2: "tiny/prefill/8k smollm2-f32/prefill/1k gemma3-bf16/full/1x4k",
-    2.0: "tiny/first/kept smollm2-bf16/full/1x1k",
-    0.9: "llama1b-bf16/prefill/1k tiny/step/tova tiny/step/h2o tiny/step/keyformer tiny/step/roco tiny/step/random",
-    3.0: "tiny/full/1x2k tiny/full/1x4k tiny/full/4x2k tiny/full/4x4k tiny/decode/snapkv tiny/decode/pyramidkv "
-    "tiny/decode/knorm tiny/decode/keydiff tiny/decode/nacl tiny/decode/h2o tiny/decode/tova smollm2-f32/full/1x1k",
-    2.5: "tiny/decode/random tiny/decode/keyformer tiny/decode/roco smollm2-f32/full/1x4k llama1b-f32/full/1x4k",
-    4.0: "smollm2-f32/decode/snapkv smollm2-f32/decode/h2o smollm2-f32/decode/ada_snapkv",
-    2.4: "tiny/decode/ada_snapkv",
-    2.3: "tiny/decode/streaming_llm",
-    6.0: "tiny/counterpart/ada_snapkv",
-    0.8: "gemma3-bf16/peak",
-    1.05: "tiny/statistics/h2o tiny/statistics/nacl",
-    1.15: "tiny/statistics/keyformer smollm2-bf16/peak llama1b-bf16/peak",
-    1 / 250: "tiny/memory/4k",
-    1 / 500: "tiny/memory/8k",
-}
-GOALS = {key: ratio for ratio, keys in _GOALS.items() for key in keys.split()}
+_FILE = pathlib.Path(__file__).with_name("goals.csv")
+GOALS = {row["row"]: float(row["goal"]) for row in csv.DictReader(_FILE.read_text().splitlines())}
+"""What rows should be: at least so many times as fast, or at most so many times as much. Others have no goal."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.experiments.bench.peers.environment import ROOT
 from kvjax.experiments.bench.peers.rows import Job, Side
+from kvjax.experiments.bench.process import apart
 
 SIDES: tuple[Side, ...] = ("kvjax", "peer")
 
@@ -33,9 +34,10 @@ class Worker:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the worker lives
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        how: dict[str, Any] = {"env": environment, "cwd": ROOT, "text": True, "bufsize": 1, "stderr": self._log}
+        how |= {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         # A group of its own: Ctrl-C is the parent's, and a stopped worker whose parent died is ended.
-        self._process = subprocess.Popen(command, env=environment, process_group=0, text=True, cwd=ROOT, **pipes)
+        self._process: Any = subprocess.Popen(command, process_group=0, **how)
 
     def ask(self, do: str, job: Job | None = None) -> dict[str, Any]:
         """The answer to a request.
@@ -44,13 +46,10 @@ class Worker:
           JobError: the job failed, or the process ended before it answered.
         """
         request = {"do": do} | ({} if job is None else {"key": repr(job), "job": dataclasses.asdict(job)})
-        stdin, stdout = self._process.stdin, self._process.stdout
         line = ""
-        if stdin is not None and stdout is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stdin.write(json.dumps(request) + "\n")
-                stdin.flush()
-                line = stdout.readline()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            line = self._process.stdout.readline()
         if not line.endswith("\n"):
             code = self._process.wait()
             self._log.seek(0)
@@ -89,20 +88,16 @@ class Sides:
         folder: pathlib.Path,
         commands: dict[Side, list[str]] | None = None,
     ):
-        threads, model = len(cores), (str(checkpoint), dtype)
+        self._model, self._folder, threads = (str(checkpoint), dtype), folder, str(len(cores))
         # The peers' environment has no kvjax, whose folder `experiments` it finds where it is started.
-        ours = lambda module: [sys.executable, "-m", f"kvjax.experiments.bench.peers.{module}", *model]
-        theirs = lambda module: [str(python), "-m", f"experiments.bench.peers.{module}", *model]
-        self._first = {"kvjax": ours("first_ours"), "peer": theirs("first_theirs")}
-        self._commands = commands or {"kvjax": ours("ours"), "peer": [*theirs("theirs"), str(threads)]}
-        self._cores, self._folder, self._environments = cores, folder, _environments(threads)
+        ours, theirs = (f"{package}experiments.bench.peers" for package in ("kvjax.", ""))
+        self._first = {"kvjax": f"{ours}.first_ours", "peer": f"{theirs}.first_theirs"}
+        here = {"kvjax": [sys.executable, "-m", f"{ours}.ours"], "peer": [str(python), "-m", f"{theirs}.theirs"]}
+        self._commands = commands or {side: [*here[side], *self._model, threads] for side in SIDES}
+        # Set before libraries count them.
+        self._on_cores = ["taskset", "--cpu-list", ",".join(map(str, cores))]
+        self._environments = _environments(len(cores))
         self._workers: dict[Side, Worker] = {}
-
-    def __enter__(self) -> "Sides":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends both; they are started anew when they are asked again."""
@@ -129,8 +124,8 @@ class Sides:
 
     def _worker(self, side: Side) -> Worker:
         if side not in self._workers:
-            with on_cores(self._cores):
-                self._workers[side] = Worker(self._commands[side], self._environments[side])
+            command = [*self._on_cores, *self._commands[side]]
+            self._workers[side] = Worker(command, self._environments[side])
         return self._workers[side]
 
     def _run_first(self, job: Job) -> dict[str, Any]:
@@ -143,17 +138,15 @@ class Sides:
             shutil.rmtree(programs, ignore_errors=True)
         elif job.how == "kept" and not programs.exists():
             self._run_first(dataclasses.replace(job, how="cold"))
-        given = (job.length, job.steps, job.what, job.budget, programs)
-        command = [*self._first[job.side], *map(str, given)]
-        how: dict[str, Any] = {"env": self._environments[job.side], "cwd": ROOT, "capture_output": True, "text": True}
+        given = (job.length, job.steps, job.what, job.budget, str(programs)) if job.kind == "first" else ()
+        what = self._first[job.side], "answer" if job.kind == "first" else "load"
+        how = {"python": [*self._on_cores, self._commands[job.side][0]], "where": ROOT}
         start = time.perf_counter()
-        with on_cores(self._cores):
-            done = subprocess.run(command, check=False, **how)
-        seconds = time.perf_counter() - start
-        if done.returncode:
-            raise JobError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
-        found = json.loads(done.stdout.splitlines()[-1])
-        return found if job.kind == "load" else {**found, "seconds": seconds}
+        try:
+            found = apart(*what, *self._model, *given, **how, **self._environments[job.side])
+        except RuntimeError as e:
+            raise JobError(str(e).strip().splitlines()[-1]) from e
+        return found | {"seconds": found.get("read", time.perf_counter() - start)}
 
 
 def _environments(threads: int) -> dict[Side, dict[str, str]]:
@@ -166,14 +159,3 @@ def _environments(threads: int) -> dict[Side, dict[str, str]]:
     if threads == 1:
         ours["XLA_FLAGS"] = f"{ours.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
     return {"kvjax": ours, "peer": theirs}
-
-
-@contextlib.contextmanager
-def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """What this thread starts runs on these cores, which a process inherits before its libraries count them."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
