@@ -48,7 +48,6 @@ class MadeUp(Engine):
 def run(monkeypatch, tmp_path):
     """Runs the script with a made-up engine; returns the report as JSON and as text."""
     monkeypatch.setattr(job, "Engine", MadeUp)
-    monkeypatch.setattr(job, "Reader", MadeUp)
     monkeypatch.setattr(ledger, "FOLDER", tmp_path)
 
     def call(*argv, out="out"):

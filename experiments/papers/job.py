@@ -22,7 +22,6 @@ from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.prompts import task_of
-from kvjax.experiments.papers.reader import Reader
 from kvjax.experiments.papers.reduced import Choice, Options
 from kvjax.experiments.papers.rows import SCORED, PromptRow
 from kvjax.experiments.papers.tables import DATA, MODELS
@@ -161,12 +160,11 @@ class Job:
         made, config = self.choice.entry.methods[method], self.model_config
         if not prompts:
             return []
-        streams = rows.data_of(prompts[0].example.task).runner == "stream"  # then all of them are
-        kind, block = (Reader, None) if streams else (Engine, made.block)
         endless = self.model if timed is None else type(self.model)(dataclasses.replace(config, eos_ids=()))
-        how = {"tokenizer": self.tokenizer, "block": block, "batch_size": timed or self.options.batch_size}
+        how = {"tokenizer": self.tokenizer, "block": made.block, "batch_size": timed or self.options.batch_size}
+        how["texts"] = rows.data_of(prompts[0].example.task).runner == "stream"  # then all of them are
         of = shapes(prompts, config.max_position if config.learned_positions else None)
-        return [kind(endless, self.params, self._policy(method, budget), shape, **how) for shape in of]
+        return [Engine(endless, self.params, self._policy(method, budget), shape, **how) for shape in of]
 
     def _policy(self, method: str, budget: Budget) -> Policy:
         """The policy of a budget: some shares are of all tokens that there will be."""
@@ -268,7 +266,8 @@ class Job:
             return more
         first = min((e for e, _ in batches), key=lambda e: e.shape.width)
         B, smallest = self.options.batch_size, first.shape
-        engine = type(first)(self.model, self.params, Policy(), smallest, batch_size=B, tokenizer=self.tokenizer)
+        how = {"batch_size": B, "tokenizer": self.tokenizer, "texts": first.texts}
+        engine = Engine(self.model, self.params, Policy(), smallest, **how)
         start = time.perf_counter()
         engine.compile()
         compiling = time.perf_counter() - start
