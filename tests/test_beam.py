@@ -259,10 +259,10 @@ def test_an_equal_search_compiles_nothing(search):
         policy=methods.h2o(8), num_beams=2, eos_ids=[1], length_penalty=penalty, early_stopping=stop
     )
     run(1.0, False)
-    before = beam._search._cache_size()
+    before = beam.searched._cache_size()
     run(0.3, True)
     run(2.0, "never")
-    assert beam._search._cache_size() == before
+    assert beam.searched._cache_size() == before
 
 
 @pytest.mark.parametrize(

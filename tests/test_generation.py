@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from kvjax import budgets, compose, methods, models
-from kvjax.drivers import beam, generation, sampling, steps
+from kvjax.drivers import beam, generation, loop, sampling, steps
 from kvjax.drivers import reader as readers
 from kvjax.drivers import stream as streams
 from kvjax.drivers.checks import check_request
-from kvjax.drivers.loop import log_prob
 from kvjax.plan import make_plan
 from tests.tensors import live_positions
 
@@ -136,6 +135,25 @@ def test_a_row_that_slept_goes_on_as_if_it_had_not(shallow, read, policy):
     np.testing.assert_array_equal(kept[2, 0], kept[0, 0])
     for remembered in jax.tree.leaves(memory):
         np.testing.assert_array_equal(remembered[2, 0], remembered[0, 0])
+
+
+def test_rows_go_on_behind_given_tokens_up_to_their_limits(shallow, read):
+    """Logits of one reading of the same tokens say what was drawn, and how likely all were; the last ones are read."""
+    num_given, limits, steps = np.array([3, 0, 1]), np.array([6, 4, 9]), 10
+    logits, state = read(H2O, most=steps)
+    given, known = np.random.default_rng(6).integers(0, 61, (steps, 3)), np.arange(steps)[:, None] < num_given
+    at = loop.begin(logits, state, given=(given[0], known[0]))
+    run = jax.jit(lambda at, *args: loop.decode_tokens(*shallow, at, *args, chunk=steps, waits=False))
+    found, after = loop.continued(run, at, (given, known), limits)
+    assert after.state.length.tolist() == (T + limits).tolist()
+    tokens = [found.tokens[:n, b] for b, n in enumerate(limits)]
+    again, _ = generation.feed(*shallow, models.pad_left(tokens)[0], state, lengths=limits)
+    for b, n in enumerate(limits):
+        own = np.concatenate([logits[b : b + 1], again[b, limits.max() - n : -1]])
+        wanted = np.where(known[:n, b], given[:n, b], own.argmax(-1))
+        assert tokens[b].tolist() == wanted.tolist()
+        every = np.asarray(jax.nn.log_softmax(own))[np.arange(n), wanted]
+        np.testing.assert_allclose(found.log_probs[:n, b], every, atol=1e-4)
 
 
 READ = {
@@ -351,5 +369,5 @@ def test_drivers_refuse_what_does_not_fit(shallow, read, call, change, message):
 
 def test_a_nearly_certain_token_keeps_its_digits():
     """However large the logits, its log-probability is exact to float32's spacing at 1."""
-    found = log_prob(jnp.array([[10_000.0, 9_990.0]]), jnp.array([0], jnp.int32))
+    found = loop.log_prob(jnp.array([[10_000.0, 9_990.0]]), jnp.array([0], jnp.int32))
     np.testing.assert_allclose(found, -np.log1p(np.exp(-10.0)), rtol=0, atol=2**-23)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.experiments.core.engine import prompts_of, shapes
+from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.papers.methods import METHODS
-from kvjax.experiments.papers.reader import Reader
 from kvjax.experiments.tasks.base import Question, example
 from tests.tensors import token_ids
 
@@ -20,9 +19,10 @@ def test_every_token_is_predicted_from_what_is_kept_before_it(tiny, method):
     texts = [tuple(np.asarray(token_ids(1, n, seed=n))[0].tolist()) for n in (14, 10)]
     prompts = [prompts_of(example("a", i, ids, Question()), "in_prompt")[0] for i, ids in enumerate(texts)]
     (shape,) = shapes(prompts)
-    reader = Reader(model, params, METHODS["roco"][method].make(0.5), shape, batch_size=2, tokenizer=None)
-    reader.compile()
-    lines, _ = reader.run(prompts)
+    how = {"batch_size": 2, "tokenizer": None, "texts": True}
+    engine = Engine(model, params, METHODS["roco"][method].make(0.5), shape, **how)
+    engine.compile()
+    lines, _ = engine.run(prompts)
     step = jax.jit(lambda token, state: kvjax.decode_step(model, params, token, state))
     for ids, ((line,)) in zip(texts, lines, strict=True):
         policy = METHODS["roco-generating"][method].make(len(ids) // 2)

@@ -18,24 +18,24 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.configs.experiment import Made, with_params
-from kvjax.drivers.beam import checked_search
-from kvjax.drivers.buckets import bucket
+from kvjax.drivers.attend import step
+from kvjax.drivers.beam import checked_search, rules_of, searched
+from kvjax.drivers.buckets import bucket, plan_request
 from kvjax.drivers.checks import check_block, check_positions, check_request
 from kvjax.drivers.decide import HidesTokens, applied
+from kvjax.drivers.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
 from kvjax.drivers.mesh import on_mesh
 from kvjax.drivers.several import read_whole, stored_as
-from kvjax.drivers.state import Prompts
+from kvjax.drivers.state import Prompts, empty_state
 from kvjax.drivers.steps import checked_logits
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Tokens
 from kvjax.models import pad_left
-from kvjax.pallas_kernels.pytree import pytree
 from kvjax.plan import own_params, sharing
 from kvjax.storage.mesh import DATA, sharding
 
@@ -43,7 +43,6 @@ WORTH: Final = 2**16
 """Tokens of padding that a program of its own must spare: compiling takes as long as reading about so many."""
 HELD: Final = 2**31
 """Bytes of full caches, and of what was observed, that are held while one policy after another evicts from them."""
-_LOOKED_AT: Final = 16  # tokens that are generated before answers are searched for stop strings
 
 # --- which prompts run together ---
 
@@ -152,133 +151,32 @@ def _merged(by_width: dict[int, list[Prompt]]) -> dict[int, list[Prompt]]:
 # --- what runs on the device ---
 
 
-def _read_prompts(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Any,
-    lengths: Any,
-    keys: Key[Array, "B"],
-    own: tuple[PyTree[Any], ...],
-    *,
-    policy: kvjax.Policy,
-    plan: kvjax.Plan,
-    block: int | None,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "B V"], kvjax.State]:
-    how = {"policy": policy, "plan": plan, "lengths": lengths, "key": keys, "block": block, "mesh": mesh}
-    how["policy_params"] = own
-    return kvjax.prefill(model, params, tokens, max_new_tokens=plan.infos[0].max_new_tokens, **how)
+_read = jax.jit(kvjax.prefill, static_argnames=("model", "policy", "max_new_tokens", "block", "plan", "mesh"))
 
 
-_read = jax.jit(_read_prompts, static_argnames=("model", "policy", "plan", "block", "mesh"))
+@functools.partial(jax.jit, static_argnames=("model", "policy", "plan"))
+def _likelihoods(
+    model: Any, params: PyTree[Any], tokens: Any, lengths: Any, keys: Any, *, policy: kvjax.Policy, plan: kvjax.Plan
+) -> Float[Array, "B"]:
+    """The mean log-probability of each text's tokens but the first, read as `prefill(block=1)` reads a prompt."""
+    T = tokens.shape[1]
+    plan, hparams = plan_request(model.config, policy, lengths, T, 0, plan=plan)
+    state = empty_state(model.config, policy, plan, hparams, lengths, 0, keys=keys, slots=True)
+
+    def read(state, here):
+        token, after, column = here
+        there = column >= T - lengths
+        valid, how = there.astype(jnp.int32), {"grow": True, "ends": False}
+        logits, state, _ = step(model, params, token[:, None], state, valid, "prefill", **how)
+        return state, jnp.where(there, log_prob(logits, after), 0.0)
+
+    _, found = jax.lax.scan(read, state, (tokens.T[:-1], tokens.T[1:], jnp.arange(T - 1)))
+    return found.sum(0) / (lengths - 1).astype(jnp.float32)
 
 
-@pytree
-class Reading:
-    """What comes after the prompts of a batch, as far as it has come.
-
-    Attributes:
-      step: tokens of every row so far, while it was running.
-      running: rows whose answers have not ended.
-      lengths: tokens of each row until it ended.
-      tokens: given and generated ids.
-      logp: their log-probabilities.
-      live: the most live slots of any head after each of them.
-      logits: of the next token.
-      state: the cache.
-    """
-
-    step: Int[Array, ""]
-    running: Bool[Array, "B"]
-    lengths: Int[Array, "B"]
-    tokens: Int[Array, "B M"]
-    logp: Float[Array, "B M"]
-    live: Int[Array, "B M"]
-    logits: Float[Array, "B V"]
-    state: kvjax.State
-
-
-def _begun(logits: Float[Array, "B V"], state: kvjax.State, steps: Int[Array, "B"], planned: int) -> Reading:
-    """A batch whose prompts have been read."""
-    B = len(state.length)
-    none = lambda kind: jnp.zeros((B, planned), kind)
-    start = jnp.int32(0), steps > 0, jnp.zeros((B,), jnp.int32)
-    return Reading(*start, none(jnp.int32), none(jnp.float32), none(jnp.int32), logits, state)
-
-
-def ends_of(model: Any) -> tuple[int, ...]:
-    """The model's end tokens."""
-    return check_request(model, kvjax.Policy(), kvjax.Greedy(), None, 0, None)
-
-
-def _live(state: kvjax.State) -> Int[Array, "B L K"]:
-    """Live slots of every head."""
-    return jnp.stack([kv.num_live for kv in state.layers], axis=1)
-
-
-def _go_on(
-    model: Any,
-    params: PyTree[Any],
-    reading: Reading,
-    given: Int[Array, "B M"],
-    num_given: Int[Array, "B"],
-    num_steps: Int[Array, "B"],
-    until: Int[Array, ""],
-) -> Reading:
-    """Reads `num_given` given tokens, then generates greedily up to an end token or `num_steps` tokens in all.
-
-    Rows that have ended go on, as the others of their batch do, but count no longer.
-    """
-    ends = jnp.asarray(ends_of(model), jnp.int32)[None]
-
-    def step(r: Reading) -> Reading:
-        i = r.step
-        token = jnp.where(i < num_given, given[:, i], jnp.argmax(r.logits, axis=-1).astype(jnp.int32))
-        logp = jnp.take_along_axis(jax.nn.log_softmax(r.logits), token[:, None], axis=-1)[:, 0]
-        logits, state = kvjax.decode_step(model, params, token, r.state)
-        ended = (i >= num_given) & (token[:, None] == ends).any(-1)
-        return Reading(
-            i + 1,
-            r.running & ~ended & (i + 1 < num_steps),
-            r.lengths + r.running.astype(jnp.int32),
-            r.tokens.at[:, i].set(token),
-            r.logp.at[:, i].set(logp),
-            r.live.at[:, i].set(_live(state).max((1, 2))),
-            logits,
-            state,
-        )
-
-    return lax.while_loop(lambda r: (r.step < until) & r.running.any(), step, reading)
-
-
-@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("logits", "state"))
-def _read_given(
-    model: Any,
-    params: PyTree[Any],
-    logits: Float[Array, "B V"],
-    state: kvjax.State,
-    given: Int[Array, "B M"],
-    num_given: Int[Array, "B"],
-) -> tuple[Float[Array, "B V"], kvjax.State]:
-    """Reads the first `num_given` given tokens of every row; rows with fewer wait for the others."""
-
-    def step(i: Int[Array, ""], found: tuple[Array, kvjax.State]) -> tuple[Array, kvjax.State]:
-        logits, state = found
-        active = i < num_given
-        after, state = kvjax.decode_step(model, params, given[:, i], state, active=active)
-        return jnp.where(active[:, None], after, logits), state
-
-    return lax.fori_loop(0, num_given.max(), step, (logits, state))
-
-
-@functools.partial(jax.jit, static_argnames=("model", "num_beams", "steps"))
-def _search(
-    model: Any, params: PyTree[Any], logits: Float[Array, "B V"], state: kvjax.State, *, num_beams: int, steps: int
-) -> tuple[Int[Array, "B M"], Int[Array, "B"], Int[Array, "B"]]:
-    """Each row's best hypothesis, its length, and the most live slots of any head before and after it."""
-    found = kvjax.generate_beams_from(model, params, logits, state, num_beams=num_beams, max_new_tokens=steps)
-    live = jnp.maximum(_live(state).max((1, 2)), _live(found.state).max((1, 2)))
-    return found.tokens[:, 0], found.lengths[:, 0], live
+def _most_live(logits: Array, token: Array, state: kvjax.State) -> Int[Array, "B"]:
+    """The most live slots of any head after a step, for the loop's `also`."""
+    return state.num_live.max((1, 2))
 
 
 # --- one reading for several policies ---
@@ -368,6 +266,7 @@ class Engine:
         block: int | None = None,
         mesh: Mesh | None = None,
         once: bool = False,
+        texts: bool = False,
     ):
         """Plans; `compile` comes before `run`.
 
@@ -377,6 +276,8 @@ class Engine:
           tokenizer: of the model.
           block, mesh: how prompts are read, as in `kvjax.prefill`.
           once: whether other policies read the prompts, too: with neither blocks nor a mesh.
+          texts: whether prompts are texts, which are read token by token under a policy that evicts meanwhile: how
+            likely every token is (RoCo, Fig. 5). Nothing follows them.
 
         Raises:
           ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide; learned
@@ -386,10 +287,10 @@ class Engine:
         self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
         self.at_once = batch_size
         self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
-        self.tokenizer, self.block = tokenizer, block
+        self.tokenizer, self.block, self.texts = tokenizer, block, texts
         self.forget()
         self.cost: Line = {}
-        self._ends, L = ends_of(model), model.config.num_layers
+        self._ends, L = check_request(model, policy, kvjax.Greedy(), None, 0, None), model.config.num_layers
         stored = stored_as(policy, L)
         self.stored, self._again = stored if once and block is None and mesh is None else None, bool(stored.again)
         self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)
@@ -399,10 +300,10 @@ class Engine:
         except ValueError as e:
             raise ValueError(f"{e}; make(budget) of a file returns them behind the policy: (policy, parameters)") from e
         check_block(self.plan, block, shape.width)
-        searched = {p.example.questions[i].max_new_tokens for p in shape.prompts for i, _ in p.asked}
-        self._searched = sorted(searched) if shape.num_beams > 1 else []
-        for steps in self._searched:
-            checked_search(model, shape.num_beams, steps, None)
+        self._rules = None
+        if shape.num_beams > 1:
+            self._searching = checked_search(model, shape.num_beams, shape.planned, None)
+            self._rules = rules_of(shape.num_beams, shape.planned, 1.0, False, shape.planned)
         longest = max(shape.prompts, key=lambda p: len(p.tokens) + p.steps)
         check_positions(model.config, self.plan, np.array([len(longest.tokens)]), longest.steps, block)
 
@@ -419,41 +320,45 @@ class Engine:
         """
         B, shape, mesh = self.batch_size, self.shape, self.mesh
         how = {"policy": self.policy, "plan": self.run_in, "block": self.block, "mesh": mesh}
+        how["max_new_tokens"] = shape.planned
         rows = lambda x: None if mesh is None else sharding(x, mesh, (DATA,))
-        placed = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows(x))
-        ints = lambda *size: placed(jax.ShapeDtypeStruct(size, jnp.int32))
+        placed: Any = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows(x))
+        ints: Any = lambda *size: placed(jax.ShapeDtypeStruct(size, jnp.int32))
         keys, found, peak = jax.random.split(jax.random.key(0), B), None, None
+        if self.texts:
+            given = ints(B, shape.width), ints(B), placed(keys)
+            how = {"policy": self.policy, "plan": self.plan}
+            self._read = _likelihoods.lower(self.model, self.params, *given, **how).compile()
+            return
         if full is not None:
             try:
                 found = self._evicted(full)
             except HidesTokens:  # rows of its prompt read less than is stored
                 self.stored = None
         if found is None and self._again:
-            self._read = functools.partial(_read_prompts, self.model, **how)  # not traced, as prompts have to be known
+            read: Any = functools.partial(kvjax.prefill, self.model, **how)  # not traced, as prompts have to be known
             lengths = np.full(B, max(len(p.tokens) for p in shape.prompts))
-            found = self._read(self.params, np.zeros((B, shape.width), np.int32), lengths, keys, self._own)
+            tokens = np.zeros((B, shape.width), np.int32)
+            found = read(self.params, tokens, lengths=lengths, key=keys, policy_params=self._own)
+            self._read = read
         if found is None:
-            given = ints(B, shape.width), ints(B), placed(keys), self._own
-            lowered = _read.lower(self.model, self.params, *given, **how)
-            self._read, found = lowered.compile(), lowered.out_info
-            where, peak = self._read.output_shardings, peak_bytes(self._read)
-        else:
-            where = jax.tree.map(lambda x: x.sharding, found)
-        as_struct = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if mesh is None else where)
-        logits, state = jax.tree.map(as_struct, found, where)
-        given = ints(B, shape.planned), ints(B)
-        if shape.num_beams > 1:
-            how = {"num_beams": shape.num_beams}
-            self._read_given = self._once(_read_given, logits, state, *given)
-            self._searches = {steps: self._once(_search, logits, state, steps=steps, **how) for steps in self._searched}
-            programs = [self._read_given, *self._searches.values()]
-        else:
-            begun = jax.eval_shape(functools.partial(_begun, planned=shape.planned), logits, state, ints(B))
-            begun = dataclasses.replace(jax.tree.map(placed, begun), logits=logits, state=state)
-            stays = None if mesh is None else jax.tree.map(lambda x: x.sharding, begun)
-            run = jax.jit(_go_on, static_argnames="model", donate_argnames="reading", out_shardings=stays)
-            self._go_on = self._once(run, begun, *given, ints(B), ints())
-            programs = [self._go_on]
+            how |= {"lengths": ints(B), "key": placed(keys), "policy_params": self._own}
+            self._read = _read.lower(self.model, self.params, ints(B, shape.width), **how).compile()
+            found, peak = self._read.out_info, peak_bytes(self._read)
+        logits, state = found
+        M, of_rows = max(shape.planned, 1), lambda kind: placed(jax.ShapeDtypeStruct((B,), kind))
+        kept = None if self._rules is None else logits
+        at = Decoding(ints(B), of_rows(jnp.float32), of_rows(jnp.bool_), state, left=ints(B), logits=kept)
+        stays = None if mesh is None else (None, jax.tree.map(lambda x: x.sharding, at))
+        given, ends = (np.zeros((M, B), np.int32), np.zeros((M, B), np.bool_)), (*self._ends, NO_TOKEN)
+        how = {"chunk": M, "ends": ends, "waits": False, "also": _most_live}
+        run = jax.jit(decode_tokens, static_argnames=("model", *how), donate_argnames="at", out_shardings=stays)
+        self._go_on = self._once(run, at, given, np.int32(0), **how)
+        programs = [self._go_on]
+        if self._rules is not None:
+            rules = dataclasses.replace(self._rules, longest=ints(B))
+            self._search = self._once(searched, logits, state, rules, most=M, **self._searching)
+            programs.append(self._search)
         size = lambda x: x.size * x.dtype.itemsize
         each = [sum(size(x) for x in (layer.k, layer.v)) // B for layer in state.layers]
         part = lambda slots: round(sum(n * s / m for n, s, m in zip(each, slots, self.run_in.capacities, strict=True)))
@@ -465,7 +370,7 @@ class Engine:
     def _once(self, function: Any, *arguments: Any, **static: Any) -> Any:
         """A function of the model, compiled for arguments of these shapes once for all that share programs."""
         leaves, tree = jax.tree.flatten(arguments)
-        key = function.__name__, tree, (*leaves,), (*static.items(),)
+        key = function.__name__, tree, *((x.shape, str(x.dtype)) for x in leaves), *static.items()
         if key not in self.programs:
             self.programs[key] = function.lower(self.model, self.params, *arguments, **static).compile()
         return self.programs[key]
@@ -475,8 +380,7 @@ class Engine:
         self.programs: dict[Any, Any] = {}
         self._read: Any = None
         self._go_on: Any = None
-        self._read_given: Any = None
-        self._searches: dict[int, Any] = {}
+        self._search: Any = None
 
     def _needed(self) -> list[int]:
         """Slots that every layer's policy asks for, of a head, or of all heads in a pool."""
@@ -510,17 +414,20 @@ class Engine:
         Raises:
           ValueError: logits that are no numbers.
         """
+        if self.texts:
+            return self._predicted(prompts), None
         B = self.batch_size
         rows = [*prompts, *[prompts[0]] * (B - len(prompts))]
         if full is None or self.stored is None:
-            arrays = self.rows(prompts)
+            tokens, lengths, keys = self.rows(prompts)
+            how = {"lengths": lengths, "key": keys, "policy_params": self._own}
             start = time.perf_counter()
-            logits, state = jax.block_until_ready(self._read(self.params, *arrays, self._own))
+            logits, state = jax.block_until_ready(self._read(self.params, tokens, **how))
             prefill_seconds = (time.perf_counter() - start) / B
         else:
             prefill_seconds, (logits, state) = None, self._evicted(full)
         checked_logits(logits, state)
-        live = np.asarray(_live(state).mean((1, 2), dtype=jnp.float32))
+        live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
         positions = None
         if (at := next((b for b, row in enumerate(prompts) if row.example is shown), None)) is not None:
             positions = [np.asarray(layer.head_pos[at]) for layer in state.layers]
@@ -530,10 +437,8 @@ class Engine:
         for n in range(rounds):
             again = n + 1 < rounds
             own = jax.block_until_ready(jax.tree.map(jnp.copy, state) if again else state)
-            first = jnp.copy(logits) if again else logits
-            start = time.perf_counter()
-            answers = self._answers(first, own, rows, n)
-            decode_seconds += time.perf_counter() - start
+            answers, seconds = self._answers(logits, own, rows, n)
+            decode_seconds += seconds
             num_tokens += B * max(len(ids) for ids, *_ in answers)
             for row, answer, lines in zip(prompts, answers, found, strict=False):
                 if n < len(row.asked):
@@ -545,53 +450,55 @@ class Engine:
             found[b] = [{**line, **same} for line in lines]
         return found, positions
 
+    def _predicted(self, prompts: Sequence[Prompt]) -> list[list[Line]]:
+        """The line of every text."""
+        arrays = self.rows(prompts)
+        start = time.perf_counter()
+        found = np.asarray(self._read(self.params, *arrays))
+        seconds = (time.perf_counter() - start) / self.batch_size
+        if not np.isfinite(found).all():
+            raise ValueError(f"likelihoods are no numbers: {found.tolist()}; the model's logits are not")
+        times = {"prefill_seconds": seconds, "decode_tokens_per_second": self.shape.width / seconds}
+        line = lambda n, x: {"question": 0, "nll": float(-x), "tokens": n - 1, "prompt_tokens": n, **times}
+        return [[line(len(p.tokens), x)] for p, x in zip(prompts, found, strict=False)]
+
     def _answers(
         self, logits: Float[Array, "B V"], state: kvjax.State, rows: Sequence[Prompt], n: int
-    ) -> list[_Answer]:
-        """What follows a prompt up to the answer of the n-th question of every row; nothing, for rows that have fewer.
+    ) -> tuple[list[_Answer], float]:
+        """What follows a prompt up to the answer of the n-th question of every row, and how many seconds that took.
 
-        No log-probabilities, and one number of live slots, where answers are searched for.
+        Nothing follows for rows that have fewer questions. No log-probabilities, and one number of live slots, where
+        answers are searched for.
         """
-        B, planned = len(rows), self.shape.planned
-        given, num_given, num_steps = np.zeros((B, planned), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
+        B, M = len(rows), max(self.shape.planned, 1)
+        given, num_given, num_new = np.zeros((M, B), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
         stops: list[tuple[str, ...]] = [()] * B
         for b, row in enumerate(rows):
             if n < len(row.asked):
                 i, ids = row.asked[n]
                 question = row.example.questions[i]
-                given[b, : len(ids)], num_given[b], num_steps[b] = ids, len(ids), len(ids) + question.max_new_tokens
-                stops[b] = question.stop
-        if self.shape.num_beams > 1:
-            return self._found(logits, state, given, num_given, num_steps - num_given)
-        reading = _begun(logits, state, jnp.asarray(num_steps), planned)
-        last = int(num_steps.max())
-        until = min((int(num_given[b]) for b, stop in enumerate(stops) if stop), default=last)
-        while True:  # until all answers have ended, stop strings included
-            until = min(until + _LOOKED_AT, last) if any(stops) else last
-            reading = self._go_on(self.params, reading, given, num_given, num_steps, np.int32(until))
-            if until == last:
-                break
-            running, ids = np.array(reading.running), np.asarray(reading.tokens)
-            for b in np.flatnonzero(running):
-                text = self.tokenizer.decode(ids[b, num_given[b] : until].tolist()) if stops[b] else ""
-                running[b] = not any(stop in text for stop in stops[b])
-            if not running.any():
-                break
-            reading = dataclasses.replace(reading, running=jnp.asarray(running))
-        lengths, *parts = map(np.asarray, (reading.lengths, reading.tokens, reading.logp, reading.live))
-        return [(ids[:end], logp[:end], live[:end]) for end, ids, logp, live in zip(lengths, *parts, strict=True)]
-
-    def _found(self, logits: Any, state: Any, given: Any, num_given: Any, lengths: Any) -> list[_Answer]:
-        """As `_answers`, by beam search: rows whose answers have another length are searched for apart."""
-        logits, state = self._read_given(self.params, logits, state, given, num_given)
-        nothing = np.zeros(0, np.float32)
-        found: list[_Answer] = [(np.zeros(0, np.int32), nothing, np.zeros(0, np.int32))] * len(lengths)
-        for steps in sorted(set(lengths[lengths > 0].tolist())):
-            tokens, ends, live = map(np.asarray, self._searches[steps](self.params, logits, state))
-            for b in np.flatnonzero(lengths == steps):
-                ids = np.concatenate([given[b, : num_given[b]], tokens[b, : ends[b]]])
-                found[b] = ids, nothing, live[b : b + 1]
-        return found
+                given[: len(ids), b], num_given[b] = ids, len(ids)
+                num_new[b], stops[b] = question.max_new_tokens, question.stop
+        text = lambda b, ids: self.tokenizer.decode(ids[num_given[b] :].tolist())
+        ended = lambda b, ids: any(stop in text(b, ids) for stop in stops[b])
+        known, before = np.arange(M)[:, None] < num_given, np.array(state.length)
+        at = begin(logits, state, ends=(*self._ends, NO_TOKEN), given=(given[0], known[0]))
+        limits, run = num_given + num_new, functools.partial(self._go_on, self.params)
+        if self._rules is not None:
+            limits, at = num_given, dataclasses.replace(at, logits=jnp.copy(logits))
+        start = time.perf_counter()
+        steps, at = continued(run, at, (given, known), limits, ended if any(stops) else None)
+        if self._rules is None:
+            parts = zip(np.asarray(at.state.length) - before, *(x.T for x in jax.tree.leaves(steps)), strict=True)
+            answers = [tuple(x[:end] for x in own) for end, *own in parts]
+            return answers, time.perf_counter() - start
+        rules = dataclasses.replace(self._rules, longest=jnp.asarray(num_new))
+        found = jax.block_until_ready(self._search(self.params, at.logits, at.state, rules))
+        seconds = time.perf_counter() - start
+        live = np.maximum(*(np.asarray(state.num_live).max((1, 2)) for state in (at.state, found.state)))
+        each = given.T, num_given, np.asarray(found.tokens)[:, 0], np.asarray(found.lengths)[:, 0], live
+        parts = zip(*each, strict=True)
+        return [(np.append(ids[:n], x[:end]), np.zeros(0), most[None]) for ids, n, x, end, most in parts], seconds
 
     def _line(self, row: Prompt, i: int, given: Tokens, ids: np.ndarray, logp: np.ndarray, live: np.ndarray) -> Line:
         """The score of an answer, or the likelihood of a continuation."""

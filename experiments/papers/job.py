@@ -21,7 +21,6 @@ from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
 from kvjax.experiments.papers.methods import Budget
 from kvjax.experiments.papers.prompts import task_of
-from kvjax.experiments.papers.reader import Reader
 from kvjax.experiments.papers.reduced import Choice, Options
 from kvjax.experiments.papers.rows import SCORED, PromptRow
 from kvjax.experiments.papers.tables import DATA, MODELS
@@ -162,12 +161,11 @@ class Job:
         made, config = self.choice.entry.methods[method], self.model_config
         if not prompts:
             return []
-        streams = rows.data_of(prompts[0].example.task).runner == "stream"  # then all of them are
-        kind, block = (Reader, None) if streams else (Engine, made.block)
         endless = self.model if timed is None else type(self.model)(dataclasses.replace(config, eos_ids=()))
-        how = {"tokenizer": self.tokenizer, "block": block, "batch_size": timed or self.options.batch_size}
+        how = {"tokenizer": self.tokenizer, "block": made.block, "batch_size": timed or self.options.batch_size}
+        how["texts"] = rows.data_of(prompts[0].example.task).runner == "stream"  # then all of them are
         of = shapes(prompts, config.max_position if config.learned_positions else None)
-        found = [kind(endless, self.params, self._policy(method, budget), shape, **how) for shape in of]
+        found = [Engine(endless, self.params, self._policy(method, budget), shape, **how) for shape in of]
         for engine in found if timed is not None else ():
             engine.at_once = 1
         return found
@@ -264,7 +262,8 @@ class Job:
             return more
         first = min((e for e, _ in batches), key=lambda e: e.shape.width)
         B, smallest = self.options.batch_size, first.shape
-        engine = type(first)(self.model, self.params, Policy(), smallest, batch_size=B, tokenizer=self.tokenizer)
+        how = {"batch_size": B, "tokenizer": self.tokenizer, "texts": first.texts}
+        engine = Engine(self.model, self.params, Policy(), smallest, **how)
         start = time.perf_counter()
         engine.compile()
         compiling = time.perf_counter() - start

@@ -6,7 +6,9 @@ V vocab.
 The search is that of transformers 5 (`GenerationMixin._beam_search` without sampling and logits processors): at every
 step the best continuations of a sequence's running beams are ranked by the sum of their log probabilities. Those of the
 best W that end go to a pool of W hypotheses, ranked by that sum divided by `length ** length_penalty`; the best W that
-do not end run on. A sequence closes, and its pool with it, once `early_stopping` says so.
+do not end run on. A sequence closes, and its pool with it, once `early_stopping` says so, or at its limit of tokens.
+
+It has a loop of its own, apart from `kvjax.drivers.loop`, as its caches are copied from row to row at every step.
 """
 
 import dataclasses
@@ -61,13 +63,13 @@ class _Rules:
       penalty: what the sum of log probabilities of a hypothesis of n tokens is divided by.
       hope: what that of the best running beam of n tokens is divided by, to see whether it may still enter the pool.
       greedy: whether a sequence closes as soon as its pool is full.
-      longest: tokens of the longest hypothesis.
+      longest: tokens of the longest hypothesis, of all sequences or of each.
     """
 
     penalty: Float[Array, "lengths"]
     hope: Float[Array, "lengths"]
     greedy: Bool[Array, ""]
-    longest: Int[Array, ""]
+    longest: Int[Array, "*B"]
 
 
 @pytree
@@ -195,7 +197,7 @@ def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) 
     worst = pool.scores[:, -1]
     may_improve = ~(running.scores[:, 0] / rules.hope[step + 1] <= worst)  # what is no number stays open
     full = worst != -jnp.inf
-    return dataclasses.replace(pool, open=pool.open & may_improve & ~(full & rules.greedy))
+    return dataclasses.replace(pool, open=pool.open & may_improve & ~(full & rules.greedy) & (step + 1 < rules.longest))
 
 
 def generate_beams_from(
@@ -222,12 +224,12 @@ def generate_beams_from(
     rules = length_penalty, early_stopping
     search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences)
     check_room(state, max_new_tokens - 1)
-    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
-    return _search(model, params, logits, state, rules, most=max_new_tokens, **search)
+    rules = rules_of(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
+    return searched(model, params, logits, state, rules, most=max_new_tokens, **search)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_beams", "most", "ends", "pad_id", "num_returned"))
-def _search(
+def searched(
     model: Any,
     params: PyTree[Any],
     logits: Float[Array, "B V"],
@@ -243,6 +245,7 @@ def _search(
     """The search, in a program for hypotheses of at most `most` tokens. Its loop ends with the last open sequence."""
     W, R, B = num_beams, num_returned, logits.shape[0]
     eos = jnp.asarray(ends, jnp.int32)
+    rules = dataclasses.replace(rules, longest=jnp.broadcast_to(rules.longest, (B,)))
     first = jnp.zeros((B, R), jnp.int32)
     prompt = _Running(jnp.full((B, 1, most), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
     pool = _Pool(
@@ -256,7 +259,7 @@ def _search(
     def extend(step, logits, running, pool):
         found = _candidates(logits, running.scores, W, len(ends))
         ended = jnp.isin(found.tokens, eos)
-        pool = _collect(pool, running, found, ended | (step + 1 == rules.longest), step, rules)
+        pool = _collect(pool, running, found, ended | (step + 1 == rules.longest[:, None]), step, rules)
         running = _run_on(running, found, ended, step, W)
         return step + 1, running, _close(pool, running, step, rules)
 
@@ -267,7 +270,7 @@ def _search(
         return extend(step, logits, dataclasses.replace(running, state=state), pool)
 
     carry = extend(jnp.int32(0), logits, prompt, pool)
-    _, _, pool = lax.while_loop(lambda c: (c[0] < rules.longest) & c[2].open.any(), body, carry)
+    _, _, pool = lax.while_loop(lambda c: c[2].open.any(), body, carry)
     return Beams(pool.tokens, pool.lengths, pool.scores[:, :R], pool.state)
 
 
@@ -335,8 +338,8 @@ def generate_beams(
     how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
     logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
     most = state.plan.infos[0].max_new_tokens
-    rules = _rules(num_beams, max_new_tokens, length_penalty, early_stopping, most)
-    found = _search(model, params, logits, state, rules, most=most, **search)
+    rules = rules_of(num_beams, max_new_tokens, length_penalty, early_stopping, most)
+    found = searched(model, params, logits, state, rules, most=most, **search)
     return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 
@@ -351,7 +354,7 @@ def checked_search(
     num_return_sequences: Size = 1,
     policy: Policy = Policy(),
 ) -> dict[str, Any]:
-    """Checks the options of a search, and returns the static ones of `_search`."""
+    """Checks the options of a search, and returns the static ones of `searched`."""
     eos = tuple(sorted(set(check_request(model, policy, Greedy(), eos_ids, pad_id, None))))
     vocab = model.config.vocab_size
     whole("num_beams", num_beams, 1, vocab, "search with at least 1 beam, which is greedy generation")
@@ -372,7 +375,7 @@ def checked_search(
     return {"num_beams": num_beams, "ends": eos, "pad_id": int(pad_id), "num_returned": num_return_sequences}
 
 
-def _rules(
+def rules_of(
     num_beams: Size, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int
 ) -> _Rules:
     """The `_Rules` of one search, in tables for `most` tokens."""

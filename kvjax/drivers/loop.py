@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -19,6 +20,7 @@ from kvjax.drivers.steps import decode
 from kvjax.pallas_kernels.pytree import pytree
 
 NO_TOKEN: Final = -1  # stands for a token where logits are not numbers
+_LOOKED_AT = 16  # tokens that are drawn before texts are asked whether they have ended
 _SAMPLING = 0x5A3D  # keeps the draws of samplers apart from those of policies, which fold in layers first
 
 
@@ -32,6 +34,8 @@ class Decoding:
       running: which sequences go on; the others have ended, and read nothing more.
       state: the cache before that token.
       seen: the tokens that each sequence has read or drawn, for samplers that ask; None for others.
+      left: how many more tokens each sequence reads, its last among them; None for any number, but for the last.
+      logits: those that came with the state, where they are to be kept; otherwise None.
     """
 
     token: Int[Array, "B"]
@@ -39,6 +43,8 @@ class Decoding:
     running: Bool[Array, "B"]
     state: State
     seen: Bool[Array, "B V"] | None = None
+    left: Int[Array, "B"] | None = None
+    logits: Float[Array, "B V"] | None = None
 
 
 @pytree
@@ -79,17 +85,27 @@ def begin(
     *,
     sampler: Sampler = Greedy(),
     ends: tuple[int, ...] = (),
+    given: tuple[Int[Array, "B"], Bool[Array, "B"]] | None = None,
 ) -> Decoding:
-    """Draws the first token behind what a state has read from the logits that came with it."""
+    """Draws the first token behind what a state has read from the logits that came with it.
+
+    `given` are tokens that are taken instead, and which of them are.
+    """
     bare = State((), state.length, state.prompt_length, state.keys, state.max_new_tokens, ())  # of all sizes
-    return dataclasses.replace(_begun(logits, bare, seen, sampler=sampler, ends=ends), state=state)
+    return dataclasses.replace(_begun(logits, bare, seen, given, sampler=sampler, ends=ends), state=state)
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "ends"))
-def _begun(logits: Any, state: State, seen: Any, *, sampler: Sampler, ends: tuple[int, ...]) -> Decoding:
-    token = drawn(sampler, logits, state, seen)
+def _begun(logits: Any, state: State, seen: Any, given: Any, *, sampler: Sampler, ends: tuple[int, ...]) -> Decoding:
+    token, running = _taken(drawn(sampler, logits, state, seen), given, ends)
     seen = None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
-    return Decoding(token, log_prob(logits, token), ~jnp.isin(token, jnp.asarray(ends, jnp.int32)), state, seen)
+    return Decoding(token, log_prob(logits, token), running, state, seen)
+
+
+def _taken(token: Int[Array, "B"], given: Any, ends: tuple[int, ...]) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+    """The tokens, or given ones where there are such, and which sequences go on: all behind given ones."""
+    on = ~jnp.isin(token, jnp.asarray(ends, jnp.int32))
+    return (token, on) if given is None else (jnp.where(given[1], given[0], token), on | given[1])
 
 
 def decode_tokens(
@@ -104,6 +120,7 @@ def decode_tokens(
     ends: tuple[int, ...] = (),
     pad_id: int = 0,
     sleeps: bool = False,
+    waits: bool = True,
     also: Callable[[Array, Array, State], Any] | None = None,
 ) -> tuple[Steps, Decoding]:
     """Runs steps that read each running sequence's next token, and draw or take the one that follows.
@@ -119,24 +136,33 @@ def decode_tokens(
       ends: tokens after which a sequence ends.
       pad_id: what stands for the tokens of sequences that have ended.
       sleeps: whether sequences may have ended already, other than by `ends`.
+      waits: whether a sequence waits where its given token is not to be read. Otherwise it draws one instead, and ends
+        after drawn tokens alone.
       also: a function (logits "B V" after a step, the token that follows "B", the state) -> anything to be returned of
         every step.
 
     Returns:
       What the steps gave, and where decoding stands afterwards.
     """
-    sleeps = sleeps or bool(ends) or (given is not None and given[1] is not None)
+    sleeps = sleeps or bool(ends) or at.left is not None or (waits and given is not None and given[1] is not None)
 
     def one(at: Decoding, follows: Any) -> tuple[Decoding, Steps]:
         found, state = decode(model, params, at.token, at.state, at.running if sleeps else None)
-        token, running = (drawn(sampler, found, state, at.seen), None) if follows is None else follows
-        running = at.running if running is None else running
+        running, on, left = at.running, True, at.left
+        if follows is None or not waits:
+            token, on = _taken(drawn(sampler, found, state, at.seen), follows, ends)
+        else:
+            token, running = follows[0], running if follows[1] is None else follows[1]
         token = jnp.where(running, token, pad_id)
         probability = jnp.where(running, log_prob(found, token), 0.0)
         seen = None if at.seen is None else with_token(at.seen, token, running)
         steps = Steps(token, probability, None if also is None else also(found, token, state))
-        running = running & ~jnp.isin(token, jnp.asarray(ends, jnp.int32)) if ends else running
-        return Decoding(token, probability, running, state, seen), steps
+        running = running & on
+        if left is not None:  # an end is read, too
+            left = jnp.minimum(left - at.running.astype(left.dtype), jnp.where(running, left, 1))
+            running = left > 0
+        logits = None if at.logits is None else jnp.where(at.running[:, None], found, at.logits)
+        return Decoding(token, probability, running, state, seen, left, logits), steps
 
     if count is None:
         at, steps = lax.scan(one, at, given, length=chunk)
@@ -158,7 +184,7 @@ def decode_tokens(
     return steps, at
 
 
-_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "also")
+_STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "waits", "also")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("spent",))
@@ -175,3 +201,47 @@ def decoded(
     bare = dataclasses.replace(at, state=dataclasses.replace(at.state, plan=plan.decoding, layers=()))
     steps, after = _decoded(model, params, *(((), layers) if in_place else (layers, ())), bare, given, count, **how)
     return steps, dataclasses.replace(after, state=dataclasses.replace(after.state, plan=plan))
+
+
+def continued(
+    run: Callable[[Decoding, Any, Any], tuple[Steps, Decoding]],
+    at: Decoding,
+    given: tuple[Int[np.ndarray, "n B"], Bool[np.ndarray, "n B"]],
+    limits: Int[np.ndarray, "B"],
+    ended: Callable[[int, Int[np.ndarray, "m"]], bool] | None = None,
+) -> tuple[Steps, Decoding]:
+    """Reads given tokens and those drawn behind them, each sequence up to its end or its limit, the last token too.
+
+    Args:
+      run: `decode_tokens` with a chunk of n steps and without `waits`: (at, given, count) -> (steps, at).
+      at: what `begin` made of the first given tokens.
+      given: tokens from the first on, and which of them are given.
+      limits: how many tokens each sequence reads.
+      ended: a function (sequence, the tokens that it has read) -> whether its text has ended, asked every 16 tokens.
+
+    Returns:
+      Tokens and their log-probabilities from the first on, and `also` after each was read, all arrays of numpy; and
+      where decoding stands afterwards.
+    """
+    left: Any = np.where(at.running, limits, np.minimum(limits, 1))
+    token: Any = np.asarray(at.token)
+    probability: Any = np.asarray(at.log_prob)
+    at = dataclasses.replace(at, token=token, log_prob=probability, running=left > 0, left=left)
+    done, last = 0, int(left.max())
+    tokens, probabilities, also = [token[None]], [probability[None]], []
+    while not also or np.any(at.running):
+        until = last if ended is None else min(done + _LOOKED_AT, last)
+        follows = (np.concatenate([x[done + 1 :], np.zeros_like(x[: done + 1])]) for x in given)
+        steps, at = run(at, tuple(follows), np.int32(until - done))
+        steps = jax.tree.map(lambda x, n=until - done: np.asarray(x)[:n], steps)
+        tokens.append(steps.tokens)
+        probabilities.append(steps.log_probs)
+        also.append(steps.also)
+        if ended is not None:
+            read, before = np.concatenate(tokens)[:until], np.asarray(at.running)
+            running: Any = np.array([on and not ended(b, read[:, b]) for b, on in enumerate(before)])
+            at = dataclasses.replace(at, running=running)
+        done = until
+    every_token: Any = np.concatenate(tokens)
+    every_probability: Any = np.concatenate(probabilities)
+    return Steps(every_token, every_probability, jax.tree.map(lambda *x: np.concatenate(x), *also)), at
