@@ -71,7 +71,7 @@ def capture(prompts: Prompts) -> tuple[Layer, ...]:
     """
     model, params, tokens = prompts
     every = range(model.config.num_layers)
-    policy = Stored((Layout(),) * len(every), (Attended(),))
+    policy = Stored((Layout(),) * len(every), more=(Attended(),))
     state = kvjax.start(model, policy=policy, lengths=[prompts.length] * len(tokens), max_new_tokens=0)
     _, _, stats = kvjax.forward(model, params, tokens, state)
     return tuple(stats.of(i)[Attended()] for i in every)
