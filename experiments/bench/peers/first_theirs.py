@@ -20,7 +20,7 @@ def load(checkpoint: str, dtype: str, warm: bool = False) -> dict[str, float]:
     """As `first_ours.load`."""
     if warm:
         config: Any = transformers.AutoConfig.from_pretrained(checkpoint)
-        getattr(transformers, config.architectures[0])  # its file
+        getattr(transformers, config.architectures[0])  # its file is imported
     before, start, spent = held("VmRSS"), time.perf_counter(), time.process_time()
     params = list(pretrained(checkpoint, dtype).parameters())
     ready = time.perf_counter() - start
