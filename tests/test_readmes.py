@@ -109,12 +109,17 @@ def gates():
         yield line(f"{100 * share:g} %", f"{100 * of['learned']['slots'] / full['slots']:.0f} %", *shown)
 
 
+def of_row(row, names, digits=1):
+    """Shares of a row in percent, with their interval."""
+    return page.percent(*(row[name] for name in names), form=f".{digits}f")
+
+
 def learned_scorer():
     """And what is left of it on tasks that it was not trained on."""
     columns = ("learned", "snapkv", "future")
     rows = {(r["budget"], r["method"]): r for r in read("learned_scorer", "summary.json")["rows"]}
-    loss = lambda r: percent(r, names=("loss", "low", "high"))
-    less = lambda r: percent(r, names=("less", "less_low", "less_high"))
+    loss = lambda r: of_row(r, ("loss", "low", "high"))
+    less = lambda r: of_row(r, ("less", "less_low", "less_high"))
     unseen = read("learned_scorer", "unseen.json")["rows"]
     left = {(r["budget"], r["tasks"]): less(r) for r in unseen if r["method"] == "learned"}
     for b in ("0.0625", "0.125", "0.25"):
@@ -129,7 +134,7 @@ def learned_budget():
     rows = {(r["budget"], r["method"]): r for r in found["rows"]}
     columns = ("learned", "uniform", "pyramid", "ada_static", "ada", "hindsight")
     for b in budgets:
-        yield line(f"{100 * float(b):g} %", *(percent(rows[b, m], names=("loss", "low", "high")) for m in columns))
+        yield line(f"{100 * float(b):g} %", *(of_row(rows[b, m], ("loss", "low", "high")) for m in columns))
     wins = [100 * r["learned_wins"] for r in found["rows"] if "learned_wins" in r]
     yield f"on {min(wins):.0f} to {max(wins):.0f} % of the prompts"
     ratio = [100 * (1 - row["ratio"]) for row in found["theorem_4"]]
@@ -139,7 +144,7 @@ def learned_budget():
     shares = [np.mean(read("learned_budget", "tables", f"{b}.json")["heads"], 1) for b in budgets]
     first, last = ([f"{end([s[i] for s in shares]):.1f}" for end in (min, max)] for i in (0, -1))
     yield f"on average {' to '.join(first)} of the mean and those of the last {' to '.join(last)}"
-    ahead = lambda row: percent(row, 2, ("ahead", "ahead_low", "ahead_high"))
+    ahead = lambda row: of_row(row, ("ahead", "ahead_low", "ahead_high"), 2)
     parts = [read(f"learned_budget_{of}", "summary.json")["rows"][0] for of in ("layers", "heads")]
     layers, heads, both = map(ahead, (*parts, rows["0.25", "uniform"]))
     yield f"loses {layers} points less than uniform budgets"

@@ -60,8 +60,7 @@ def real(monkeypatch, tmp_path):
 @pytest.fixture
 def run(real, monkeypatch, tmp_path):
     """Runs the script with a made-up engine; returns the report as JSON and as text."""
-    for engine in ("Engine", "Reader"):
-        monkeypatch.setattr(job, engine, MadeUp)
+    monkeypatch.setattr(job, "Engine", MadeUp)
     monkeypatch.setattr(ledger, "FOLDER", tmp_path)
 
     def call(*argv, out="out"):

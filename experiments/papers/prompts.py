@@ -18,7 +18,10 @@ def from_file(tokenizer: Any, path: pathlib.Path, *, count: int, length: int) ->
       ValueError: a text too short for so many prompts, or that is no UTF-8; a length of BOS alone.
     """
     task = dataclasses.replace(task_of(tokenizer, length, 0), text=read_text(str(path)))
-    return _read("streaming_perplexity", task, count, length)
+    try:
+        return _read("streaming_perplexity", task, count, length)
+    except ValueError as e:
+        raise ValueError(f"{path.name}: {e}") from e
 
 
 def from_project(tokenizer: Any, *, count: int, length: int, seed: int = 0) -> Int[np.ndarray, "B T"]:
