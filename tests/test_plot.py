@@ -197,6 +197,8 @@ def test_drawing_in_axes_of_ones_own(name):
     ("draw", "message"),
     [
         (lambda: plot.kept_positions({}), "there is nothing to draw; give at least one policy"),
+        (lambda: plot.kept_positions([]), "there is nothing to draw: 0 of 0 layers"),
+        (lambda: plot.scores(decisions(), layers=[]), "there is nothing to draw: 0 of"),
         (lambda: plot.kept_positions(KEEP, layers=[3]), "layers=3 must be .* from 0 to 2; there are 3 layers"),
         (lambda: plot.kept_positions(KEEP, markers={"x": T}), f"the prompt has {T} positions"),
         (lambda: plot.kept_positions(positions(), length=5), "length=5, but position 11 is held"),

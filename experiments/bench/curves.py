@@ -35,7 +35,8 @@ from kvjax.configs.experiment import check_whole
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.core.command import check_output, plain_errors
 from kvjax.experiments.core.provenance import write_found
-from kvjax.experiments.tasks import TASKS, Task
+from kvjax.experiments.tasks import TASKS
+from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.models.embedded import EMBEDDED
 
@@ -88,8 +89,7 @@ def main(
     check_output(output)
     model, params = models.load(EMBEDDED)
     tokenizer = models.load_tokenizer(EMBEDDED)
-    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
-    task = Task(encode, (tokenizer.bos_token_id,), length + SCORED, 0)
+    task = task_of(tokenizer, length + SCORED, 0)
     examples = [TASKS["perplexity"](task, i) for i in range(prompts)]
     tokens = np.array([e.context for e in examples], np.int32)
     continuation = np.array([e.questions[0].continuation[:rows] for e in examples], np.int32)

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import inspect
 import pathlib
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sized
 from typing import Any, Final
 
 from tqdm import tqdm
@@ -14,12 +14,12 @@ from kvjax import configs, methods
 from kvjax.budgets import Schedule
 from kvjax.configs import loading
 from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Made, Setup, changed, label, with_params
-from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import tasks
 from kvjax.experiments.core import metrics
 from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
+from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.rows import Rows, read
 from kvjax.methods.hidden import DropChannels
 from kvjax.models.sources import locate
@@ -125,16 +125,11 @@ def build(
     if setup.chat and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"--chat needs a chat template, which the tokenizer of {setup.model} has not; leave it out")
 
-    def encode(text: str) -> Sequence[int]:
-        check_whole_text("text", text)
-        return tokenizer(text, add_special_tokens=False).input_ids
-
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
     text = "" if setup.text is None else read_text(setup.text)
     most = config.max_position if config.learned_positions else None
     room = config.max_position if setup.max_length is None else setup.max_length
     room = room if most is None else min(room, most)
-    of_seed = [Task(encode, bos, setup.length, seed, text, tokenizer, room) for seed in setup.seeds]
+    of_seed = [dataclasses.replace(task_of(tokenizer, setup.length, s, text), limit=room) for s in setup.seeds]
     rows: list[Prompt] = []
     bad: list[dict[str, Any]] = []
     todo = [

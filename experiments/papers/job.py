@@ -20,10 +20,10 @@ from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.records import Line, Records, digest
 from kvjax.experiments.papers import reduced, rows
 from kvjax.experiments.papers.methods import Budget
-from kvjax.experiments.papers.prompts import task_of
 from kvjax.experiments.papers.reduced import Choice, Options
 from kvjax.experiments.papers.rows import SCORED, PromptRow
 from kvjax.experiments.papers.tables import DATA, MODELS
+from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.text import cut_middle
 from kvjax.models.embedded import included
 from kvjax.models.presets import PLACE

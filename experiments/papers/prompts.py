@@ -1,6 +1,5 @@
 """Text for figures: a file, or the project's own, cut into prompts of one length."""
 
-import dataclasses
 import pathlib
 from typing import Any
 
@@ -9,6 +8,7 @@ from jaxtyping import Int
 
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import TASKS, Task
+from kvjax.experiments.tasks.base import task_of
 
 
 def from_file(tokenizer: Any, path: pathlib.Path, *, count: int, length: int) -> Int[np.ndarray, "B T"]:
@@ -17,7 +17,7 @@ def from_file(tokenizer: Any, path: pathlib.Path, *, count: int, length: int) ->
     Raises:
       ValueError: a text too short for so many prompts, or that is no UTF-8; a length of BOS alone.
     """
-    task = dataclasses.replace(task_of(tokenizer, length, 0), text=read_text(str(path)))
+    task = task_of(tokenizer, length, 0, read_text(str(path)))
     try:
         return _read("streaming_perplexity", task, count, length)
     except ValueError as e:
@@ -39,9 +39,3 @@ def _read(name: str, task: Task, count: int, length: int) -> Int[np.ndarray, "B 
     """All that examples of a task of text read, up to `length` tokens."""
     examples = (TASKS[name](task, i) for i in range(count))
     return np.array([(e.context + e.questions[0].continuation)[:length] for e in examples], np.int32)
-
-
-def task_of(tokenizer: Any, length: int, seed: int) -> Task:
-    """What builders of examples need."""
-    bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    return Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, bos, length, seed)

@@ -12,6 +12,7 @@ from typing import Protocol as Interface
 import numpy as np
 
 from kvjax.configs.experiment import check_whole
+from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import corpus
 from kvjax.experiments.core import metrics
 
@@ -185,7 +186,12 @@ class Task:
 def task_of(tokenizer: Any, length: int, seed: int, text: str = "") -> Task:
     """What builders need, of a tokenizer."""
     bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    return Task(lambda text: tokenizer(text, add_special_tokens=False).input_ids, bos, length, seed, text, tokenizer)
+
+    def encode(text: str) -> Sequence[int]:
+        check_whole_text("text", text)
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    return Task(encode, bos, length, seed, text, tokenizer)
 
 
 @runtime_checkable

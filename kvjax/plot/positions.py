@@ -205,10 +205,10 @@ def _of_positions(held: Int[np.ndarray, "K S"]) -> Bool[np.ndarray, "K T"]:
 def _chosen(found: Sequence[Any], layers: Sequence[int] | None) -> dict[int, Any]:
     """Entries of all layers, or of some, by number."""
     last, why = len(found) - 1, f"there are {len(found)} layers"
-    return {
-        i: found[i]
-        for i in (range(len(found)) if layers is None else [whole("layers", i, 0, last, why) for i in layers])
-    }
+    wanted = range(len(found)) if layers is None else [whole("layers", i, 0, last, why) for i in layers]
+    if not wanted:
+        raise ValueError(f"there is nothing to draw: {len(wanted)} of {len(found)} layers; give at least one")
+    return {i: found[i] for i in wanted}
 
 
 def _far_apart(x: Float[np.ndarray, "X"]) -> bool:
