@@ -302,7 +302,7 @@ def judged(part: Part, directories: Sequence[pathlib.Path]) -> Any:
     return table.beside_full(lines) if part.beside_full else lines
 
 
-def read(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = ()) -> tuple[Found, Any]:
+def measured(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = ()) -> tuple[Found, Any]:
     """What finished runs have found, and their rows as pandas' DataFrame.
 
     Args:
@@ -520,7 +520,7 @@ def run(board: Board, command: list[str]) -> None:
             runs[directory] = experiment
         for directory, experiment in runs.items():
             job.run(experiment, directory, command)
-        parts[name], found = read(PARTS[name], [*runs], board.metrics)
+        parts[name], found = measured(PARTS[name], [*runs], board.metrics)
         rows.append(found.assign(part=name))
     write_figure(board.directory / "heat.png", heat(parts, shares))
     write_figure(board.directory / "curves.png", curves(parts, shares))

@@ -197,7 +197,7 @@ class Scores:
         return compare(x.tolist(), y.tolist(), [*self.contexts] * (len(x) // len(self.contexts))), scale
 
 
-def read(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any]:
+def scores_of(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any]:
     """What a finished run has found, and its rows as pandas' DataFrame, both by the claims' names of policies."""
     import pandas as pd
 
@@ -314,7 +314,7 @@ def run(options: Replication, command: list[str]) -> None:
             of_part, called = experiment(policies([c for c in every if c.kind != "early"]), setup)
             directory = options.output / "runs" / f"{pathlib.PurePath(name).name}-{part}"
             job.run(of_part, directory, command)
-            scores, found = read(PARTS[part], directory, called)
+            scores, found = scores_of(PARTS[part], directory, called)
             tables.append(found.assign(model=name, part=part)[["model", "part", *_COLUMNS]])
             own += [(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
         own += _early(options, name, [c for c in every if c.kind == "early"])

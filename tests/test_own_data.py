@@ -14,7 +14,7 @@ from kvjax.configs.experiment import Setup
 from kvjax.experiments import run
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import BadRow, Task
-from kvjax.experiments.tasks.rows import read
+from kvjax.experiments.tasks.rows import load_rows
 from tests.runs import one_layer, samples
 
 GOOD = {"context": "the code for ada is 7 3 . the code for milo is 5 1 .", "question": "what is the code for ada ?"}
@@ -35,7 +35,7 @@ def test_a_row_is_a_context_as_the_library_encodes_it_and_a_question_after_it(tm
     tokenizer = embedded[2]
     row = {**GOOD, "answers": "7 3", "answer_prefix": "the code for ada is", "id": 3, "metric": "exact_match"}
     begins = {**row, "context": tokenizer.bos_token + row["context"], "id": 4}
-    rows = read(written(tmp_path / "mine.jsonl", row, begins))
+    rows = load_rows(written(tmp_path / "mine.jsonl", row, begins))
     assert (rows.name, len(rows)) == ("mine", 2)
     e, begun = (rows(task_of(tokenizer), i) for i in range(2))
     assert e.context == tuple(models.encode(tokenizer, row["context"]))
@@ -48,10 +48,10 @@ def test_a_row_is_a_context_as_the_library_encodes_it_and_a_question_after_it(tm
 def test_a_context_that_is_too_long_is_cut_where_it_is_wanted(tmp_path, embedded):
     tokenizer = embedded[2]
     path = written(tmp_path / "mine.jsonl", {**GOOD, "context": tokenizer.bos_token + GOOD["context"]})
-    e = read(path)(task_of(tokenizer), 0)
+    e = load_rows(path)(task_of(tokenizer), 0)
     whole, others = e.context, len(e.questions[0].ids) + 4
     task = task_of(tokenizer, others + 7)
-    cut = {how: read(path, truncate=how)(task, 0).context for how in ("left", "middle")}
+    cut = {how: load_rows(path, truncate=how)(task, 0).context for how in ("left", "middle")}
     assert cut["left"] == (whole[0], *whole[-6:])
     assert cut["middle"] == (*whole[:3], *whole[-4:])
     for limit, said in (
@@ -59,7 +59,7 @@ def test_a_context_that_is_too_long_is_cut_where_it_is_wanted(tmp_path, embedded
         (others, "question and answer take"),
     ):
         with pytest.raises(BadRow, match=f"row 1: .*{said}"):
-            read(path)(task_of(tokenizer, limit), 0)
+            load_rows(path)(task_of(tokenizer, limit), 0)
 
 
 def test_a_chat_is_split_where_its_context_ends(tmp_path, embedded, monkeypatch):
@@ -71,7 +71,7 @@ def test_a_chat_is_split_where_its_context_ends(tmp_path, embedded, monkeypatch)
         )
     template = "{{ bos_token }}list : {% for m in messages %}{{ m.content }}{% endfor %} answer :"
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    e = read(path, chat=True)(task_of(tokenizer), 0)
+    e = load_rows(path, chat=True)(task_of(tokenizer), 0)
     assert tokenizer.decode(e.context) == f"{tokenizer.bos_token} list : {GOOD['context']}"
     assert tokenizer.decode(e.questions[0].ids) == f"{GOOD['question']} answer :"
 
@@ -148,21 +148,21 @@ def test_files_of_another_kind_are_named_with_the_fix(content, message, tmp_path
     file = tmp_path / "mine.jsonl"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=f"--data .*mine.jsonl must be JSON lines in UTF-8, .*but {message}"):
-        read(str(file))
+        load_rows(str(file))
 
 
 def test_one_json_value_is_a_row_or_holds_them_in_a_list_or_by_name(tmp_path):
     file = tmp_path / "mine.json"
     for content, rows in ((GOOD, 1), ([GOOD, GOOD], 2), ({"a": GOOD, "b": GOOD}, 2)):
         file.write_text(json.dumps(content, indent=1))
-        assert read(str(file)).objects == (GOOD,) * rows
+        assert load_rows(str(file)).objects == (GOOD,) * rows
 
 
 def test_a_list_among_rows_is_a_bad_row(tmp_path):
     """And the mark of UTF-8 at the front of a file is none of its first row."""
     file = tmp_path / "mine.jsonl"
     file.write_bytes(codecs.BOM_UTF8 + f"[1]\n{LINE}".encode())
-    assert read(str(file)).objects == ({}, GOOD)
+    assert load_rows(str(file)).objects == ({}, GOOD)
 
 
 def test_a_length_is_for_prompts_that_tasks_make():
@@ -188,7 +188,7 @@ def test_code_that_a_row_names_runs_only_if_the_command_line_names_it_too(tmp_pa
 def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"needs the package datasets .*kvjax\[data\]"):
-        read("owner/name:test")
+        load_rows("owner/name:test")
     loaded = types.SimpleNamespace(
         load_dataset=lambda name, split, trust_remote_code: (
             [GOOD, {**GOOD, "metric": "x.py:f"}]
@@ -197,10 +197,10 @@ def test_data_of_the_hub_are_rows_too(monkeypatch, embedded):
         ),
     )
     monkeypatch.setitem(sys.modules, "datasets", loaded)
-    rows = read("owner/name:test")
+    rows = load_rows("owner/name:test")
     assert (rows.name, len(rows)) == ("name", 2)
     assert rows(task_of(embedded[2]), 0).questions[0].metric == "contains"
     with pytest.raises(BadRow, match=r"row 2: metric='x.py:f' is code, and runs only if"):
         rows(task_of(embedded[2]), 1)
     with pytest.raises(ValueError, match="owner/name:x cannot be loaded: ZeroDivisionError"):
-        read("owner/name:x")
+        load_rows("owner/name:x")

@@ -72,7 +72,7 @@ def shown(folder, of=tuple(board.PARTS), some=None):
     lines = rows.assign(**known, **{kind: value}).join(whole, on=["task", "index"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(board, "judged", lambda *_: table.lines(lines.to_dict("records")))
-        found, _ = board.read(dataclasses.replace(board.PARTS[part], beside_full=False), [])
+        found, _ = board.measured(dataclasses.replace(board.PARTS[part], beside_full=False), [])
     share = float(budget.removeprefix("bytes-"))
     title = f"## {found.part.title.capitalize()}, {100 * share:.4g} % of the bytes\n\n"
     page = (folder / "board.md").read_text().split(title)[1].split("\n\n")[0].splitlines()

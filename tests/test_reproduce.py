@@ -303,7 +303,7 @@ def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metr
 
 def rows_of(name, data):
     (source,), _ = rows.sources((name,), str(data))
-    return rows.read(source, None, 0)
+    return rows.prompt_rows(source, None, 0)
 
 
 def test_rows_that_are_none_are_named_and_the_rest_is_read(tmp_path):

@@ -20,7 +20,7 @@ from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
 from kvjax.experiments.tasks.base import task_of
-from kvjax.experiments.tasks.rows import Rows, read
+from kvjax.experiments.tasks.rows import Rows, load_rows
 from kvjax.methods.hidden import DropChannels
 from kvjax.models.sources import locate
 
@@ -42,7 +42,7 @@ def find_builders(setup: Setup) -> dict[str, Builder]:
     for name in setup.metrics or ():
         metrics.find(name)
     data = [
-        read(
+        load_rows(
             source,
             metrics=setup.metrics or (),
             max_new_tokens=setup.max_new_tokens,

@@ -73,7 +73,7 @@ class Job:
                 if DATA[each.name].runner == "needle":
                     self._hide(each, seed)
                     continue
-                found, faults = rows.read(each, options.examples, seed)
+                found, faults = rows.prompt_rows(each, options.examples, seed)
                 self.faults += faults
                 for shots in dict.fromkeys(c.shots for c in choice.columns if each.name in c.data):
                     self._take(each.name, shots, found, template or PLACE, seed)

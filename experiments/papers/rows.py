@@ -88,7 +88,7 @@ def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], lis
     return found, missing
 
 
-def read(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow], list[str]]:
+def prompt_rows(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow], list[str]]:
     """The first rows of a source, and the rows that are none, by where they stand and what is wrong.
 
     A `.txt` file is cut into rows at blank lines. JSON rows have `context`, `question` and `answers`, and may have

@@ -27,7 +27,7 @@ from kvjax.experiments.tasks.perplexity import (
     summary,
 )
 from kvjax.experiments.tasks.retrieval import key_value, multi_query, several_needles, single_needle
-from kvjax.experiments.tasks.rows import Form, dialogue, read, reconstruction, summarise
+from kvjax.experiments.tasks.rows import Form, dialogue, load_rows, reconstruction, summarise
 from kvjax.experiments.tasks.ruler import RULER, words
 
 RETRIEVAL = ("single_needle", "several_needles", "multi_query", "key_value")
@@ -68,7 +68,7 @@ def find(name: str) -> tuple[str, Builder]:
         return name, TASKS[name]
     form, _, source = name.partition(":")
     if form in FORMS and source:
-        data = read(source)
+        data = load_rows(source)
         return f"{form}:{data.name}", Form(f"{form}:{data.name}", data.source, data.rows, form=form, build=FORMS[form])
     if ".py:" not in name:
         raise loading.unknown("task", name, TASKS, "write path.py:function for your own")

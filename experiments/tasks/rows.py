@@ -185,7 +185,7 @@ class Form(Rows):
             raise ValueError(str(e).removeprefix(f"{self.form}: ").removeprefix(f"row {index}: ")) from e
 
 
-def read(source: str, *, most: int | None = None, **how: Any) -> Rows:
+def load_rows(source: str, *, most: int | None = None, **how: Any) -> Rows:
     """The rows of a source.
 
     Args:
