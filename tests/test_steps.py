@@ -118,11 +118,11 @@ OVER = {
 def test_the_budget_holds_again_at_the_step_that_follows_many_tokens(shallow, name):
     """Of a `forward` to which no policy was applied; also where the prompt itself was kept whole."""
     state = steps.prefill(*shallow, IDS[:, :12], policy=OVER[name], max_new_tokens=6)[1]
-    state = forward(*shallow, IDS[:, 12:16], state)[1]
+    state = forward(*shallow, IDS[:, 12:15], state)[1]
     assert int(state.num_live.min()) > 11
     for after in (
-        steps.decode_step(*shallow, IDS[:, 16], state)[1],
-        generation.feed(*shallow, IDS[:, 16:18], state)[1],
+        steps.decode_step(*shallow, IDS[:, 15], state)[1],
+        generation.feed(*shallow, IDS[:, 15:17], state)[1],
     ):
         assert int(after.num_live.max()) == int(after.num_live.min()) == 10
 

@@ -38,19 +38,19 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
     return x
 
 
-@functools.lru_cache(maxsize=64)
-def _shapes(model: Any) -> tuple[list[tuple[int, ...]], Any]:
-    """Shapes of a model's parameters, and their tree."""
-    leaves, tree = jax.tree.flatten(model.shapes)
-    return [x.shape for x in leaves], tree
+_flat = functools.lru_cache(maxsize=64)(lambda model: jax.tree.flatten(model.shapes))  # made anew in milliseconds
 
 
 def check_model(model: Any, params: PyTree[Any]) -> None:
     """Refuses what is no model, and parameters that are not arrays of floats of the model's names and shapes."""
     floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     leaves, tree = jax.tree.flatten(params)
-    shapes, of_model = _shapes(model) if hasattr(model, "shapes") else ([jnp.shape(x) for x in leaves], tree)
-    if leaves and tree == of_model and all(floats(x) and x.shape == y for x, y in zip(leaves, shapes, strict=True)):
+    known, of_model = _flat(model) if hasattr(model, "shapes") else (leaves, tree)
+    if (
+        leaves
+        and tree == of_model
+        and all(floats(x) and x.shape == y.shape for x, y in zip(leaves, known, strict=True))
+    ):
         return
     named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     given = named(params)

@@ -97,15 +97,17 @@ def begin(
 
 @functools.partial(jax.jit, static_argnames=("sampler", "ends"))
 def _begun(logits: Any, state: State, seen: Any, given: Any, *, sampler: Sampler, ends: tuple[int, ...]) -> Decoding:
-    token, running = _taken(drawn(sampler, logits, state, seen), given, ends)
+    token = drawn(sampler, logits, state, seen)
+    running = ~jnp.isin(token, jnp.asarray(ends, jnp.int32))
+    if given is not None:
+        token, running = _taken(token, running, given)
     seen = None if seen is None else with_token(seen, token, jnp.ones_like(token, bool))
     return Decoding(token, log_prob(logits, token), running, state, seen)
 
 
-def _taken(token: Int[Array, "B"], given: Any, ends: tuple[int, ...]) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+def _taken(token: Int[Array, "B"], on: Any, given: Any) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """The tokens, or given ones where there are such, and which sequences go on: all behind given ones."""
-    on = ~jnp.isin(token, jnp.asarray(ends, jnp.int32))
-    return (token, on) if given is None else (jnp.where(given[1], given[0], token), on | given[1])
+    return jnp.where(given[1], given[0], token), on | given[1]
 
 
 def decode_tokens(
@@ -150,7 +152,9 @@ def decode_tokens(
         found, state = decode(model, params, at.token, at.state, at.running if sleeps else None)
         running, on, left = at.running, True, at.left
         if follows is None or not waits:
-            token, on = _taken(drawn(sampler, found, state, at.seen), follows, ends)
+            token = drawn(sampler, found, state, at.seen)
+            on = ~jnp.isin(token, jnp.asarray(ends, jnp.int32)) if ends else on
+            token, on = (token, on) if follows is None else _taken(token, on, follows)
         else:
             token, running = follows[0], running if follows[1] is None else follows[1]
         token = jnp.where(running, token, pad_id)

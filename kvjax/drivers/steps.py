@@ -215,7 +215,8 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
     Inside of jit they alone can say that a token found no slot, or that tokens went by scores that are no numbers.
     """
     if not traced(logits) and bool(_no_numbers(logits)):
-        check_layers_kept(state)
+        if state.steady:  # otherwise `forward` may have exceeded budgets
+            check_layers_kept(state)
         raise ValueError(
             "logits are not numbers: the model's are not, the policy keeps more tokens than its `sizes` asked for, or "
             "`forward` read more tokens at once than there is room for between evictions"
