@@ -46,11 +46,8 @@ def check_model(model: Any, params: PyTree[Any]) -> None:
     floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     leaves, tree = jax.tree.flatten(params)
     known, of_model = _flat(model) if hasattr(model, "shapes") else (leaves, tree)
-    if (
-        leaves
-        and tree == of_model
-        and all(floats(x) and x.shape == y.shape for x, y in zip(leaves, known, strict=True))
-    ):
+    fits = lambda x, y: floats(x) and x.shape == y.shape
+    if leaves and tree == of_model and all(map(fits, leaves, known)):
         return
     named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     given = named(params)
