@@ -1,4 +1,4 @@
-"""Learning budgets from the command line: small runs, resuming, what is written."""
+"""Learning budgets from the command line: small runs, and what is written."""
 
 import dataclasses
 import json
