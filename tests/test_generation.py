@@ -146,12 +146,12 @@ def test_rows_go_on_behind_given_tokens_up_to_their_limits(shallow, read):
     run = jax.jit(lambda at, *args: loop.decode_tokens(*shallow, at, *args, chunk=steps, waits=False))
     found, after = loop.continued(run, at, (given, known), limits)
     assert after.state.length.tolist() == (T + limits).tolist()
-    tokens = [found.tokens[:n, b] for b, n in enumerate(limits)]
+    tokens = [found.tokens[:n, b].tolist() for b, n in enumerate(limits)]
     again, _ = generation.feed(*shallow, models.pad_left(tokens)[0], state, lengths=limits)
     for b, n in enumerate(limits):
         own = np.concatenate([logits[b : b + 1], again[b, limits.max() - n : -1]])
         wanted = np.where(known[:n, b], given[:n, b], own.argmax(-1))
-        assert tokens[b].tolist() == wanted.tolist()
+        assert tokens[b] == wanted.tolist()
         every = np.asarray(jax.nn.log_softmax(own))[np.arange(n), wanted]
         np.testing.assert_allclose(found.log_probs[:n, b], every, atol=1e-4)
 

@@ -38,12 +38,12 @@ class Decoding:
       logits: those that came with the state, where they are to be kept; otherwise None.
     """
 
-    token: Int[Array, "B"]
-    log_prob: Float[Array, "B"]
-    running: Bool[Array, "B"]
+    token: Int[Any, "B"]
+    log_prob: Float[Any, "B"]
+    running: Bool[Any, "B"]
     state: State
     seen: Bool[Array, "B V"] | None = None
-    left: Int[Array, "B"] | None = None
+    left: Int[Any, "B"] | None = None
     logits: Float[Array, "B V"] | None = None
 
 
@@ -57,8 +57,8 @@ class Steps:
       also: what was asked for besides, stacked.
     """
 
-    tokens: Int[Array, "*n B"]
-    log_probs: Float[Array, "*n B"]
+    tokens: Int[Any, "*n B"]
+    log_probs: Float[Any, "*n B"]
     also: Any = None
 
 
@@ -85,7 +85,7 @@ def begin(
     *,
     sampler: Sampler = Greedy(),
     ends: tuple[int, ...] = (),
-    given: tuple[Int[Array, "B"], Bool[Array, "B"]] | None = None,
+    given: tuple[Int[Any, "B"], Bool[Any, "B"]] | None = None,
 ) -> Decoding:
     """Draws the first token behind what a state has read from the logits that came with it.
 
@@ -227,9 +227,9 @@ def continued(
       Tokens and their log-probabilities from the first on, and `also` after each was read, all arrays of numpy; and
       where decoding stands afterwards.
     """
-    left: Any = np.where(at.running, limits, np.minimum(limits, 1))
-    token: Any = np.asarray(at.token)
-    probability: Any = np.asarray(at.log_prob)
+    left = np.where(at.running, limits, np.minimum(limits, 1))
+    token = np.asarray(at.token)
+    probability = np.asarray(at.log_prob)
     at = dataclasses.replace(at, token=token, log_prob=probability, running=left > 0, left=left)
     done, last = 0, int(left.max())
     tokens, probabilities, also = [token[None]], [probability[None]], []
@@ -243,9 +243,8 @@ def continued(
         also.append(steps.also)
         if ended is not None:
             read, before = np.concatenate(tokens)[:until], np.asarray(at.running)
-            running: Any = np.array([on and not ended(b, read[:, b]) for b, on in enumerate(before)])
+            running = np.array([on and not ended(b, read[:, b]) for b, on in enumerate(before)])
             at = dataclasses.replace(at, running=running)
         done = until
-    every_token: Any = np.concatenate(tokens)
-    every_probability: Any = np.concatenate(probabilities)
-    return Steps(every_token, every_probability, jax.tree.map(lambda *x: np.concatenate(x), *also)), at
+    joined = jax.tree.map(lambda *x: np.concatenate(x), *also)
+    return Steps(np.concatenate(tokens), np.concatenate(probabilities), joined), at
