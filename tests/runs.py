@@ -81,7 +81,3 @@ def make_up(patch, embedded):
     patch.setattr(models, "load", lambda *_, **__: embedded[:2])
     patch.setattr(models, "load_tokenizer", lambda *_: embedded[2])
     patch.setattr(pictures, "drawn", lambda *_: {"curves": [], "maps": [], "kept": []})
-
-
-def contents(directory):
-    return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}

@@ -12,7 +12,8 @@ from kvjax.contract import FrozenArrays
 from kvjax.experiments import run
 from kvjax.experiments.core.provenance import definition
 from kvjax.models.embedded import EMBEDDED
-from tests.runs import SHORT, contents
+from tests.files import contents
+from tests.runs import SHORT
 
 MINE = """
 import kvjax

@@ -12,7 +12,7 @@ import pytest
 
 from kvjax.experiments.core import records
 from kvjax.experiments.core.records import Records, load_kept, read_bad, read_lines, read_manifest
-from tests.runs import contents
+from tests.files import contents
 
 CONFIG = {"name": "m", "seed": 0, "ids": {"m@1": "a", "full@1.0": "b"}}
 LINE = {"method": "m", "budget": "1", "task": "t", "index": 0, "question": 0, "id": "a", "score": 0.5}

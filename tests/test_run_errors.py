@@ -15,7 +15,8 @@ from kvjax.experiments import board, figures, findings, learn, run
 from kvjax.experiments.core import setup
 from kvjax.experiments.tasks import TASKS
 from kvjax.models.embedded import EMBEDDED
-from tests.runs import SHORT, contents, one_layer, small
+from tests.files import contents
+from tests.runs import SHORT, one_layer, small
 
 
 def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, capsys):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvjax import generate, methods, models, prefill
 from kvjax.models import families, weights
-from tests.runs import contents
+from tests.files import contents
 
 
 def write(path, config=None, tensors=None):
