@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decode_step, methods, prefill, prefill_each
+from kvjax import analysis, decode_step, methods, prefill, prefill_each
 from kvjax.contract import Reads, Score
 from kvjax.drivers import door, several
 from kvjax.methods import variants
@@ -73,3 +73,16 @@ def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
 def test_what_cannot_run_is_refused_before_anything_does(tiny, policies, message):
     with pytest.raises(ValueError, match=message):
         prefill_each(*tiny, TOKENS, policies, **HOW)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, p, x: [after for *_, after in prefill_each(m, p, x, {"again": methods.kvzip(8)}, max_new_tokens=F)],
+        lambda m, p, x: prefill(m, p, x, policy=methods.kvzip(8), max_new_tokens=F),
+        lambda m, p, x: analysis.read(m, p, x, x[:, :F], policies=(methods.kvzip(8),)),
+    ],
+)
+def test_a_prompt_that_is_read_again_must_be_known(tiny, call):
+    with pytest.raises(ValueError, match="needs known prompts; read them outside of jit"):
+        jax.jit(lambda tokens: call(*tiny, tokens))(TOKENS)

@@ -363,7 +363,8 @@ class Engine:
         each = [sum(size(x) for x in (layer.k, layer.v)) // B for layer in state.layers]
         part = lambda slots: round(sum(n * s / m for n, s, m in zip(each, slots, self.run_in.capacities, strict=True)))
         decode = max((n for n in map(peak_bytes, programs) if n is not None), default=None)
-        peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode if self.run_in == self.plan else None}
+        peak, decode = (peak, decode) if self.run_in == self.plan else (None, None)
+        peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode}
         own = {"kv_bytes": part(self.plan.capacities), "kv_bytes_needed": part(self._needed())}
         self.cost = {"slots": self.plan.num_slots, **own, **peaks}
 

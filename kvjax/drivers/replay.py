@@ -31,8 +31,13 @@ def rereads(state: State) -> tuple[Reread, ...]:
     return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
 
 
-def check_rereads(model: Any, state: State, hows: tuple[Reread, ...]) -> None:
-    """Refuses instructions outside the vocabulary, and repetitions that end beyond learned positions."""
+def check_rereads(model: Any, state: State, hows: tuple[Reread, ...], known: bool) -> None:
+    """Refuses traced prompts, instructions outside the vocabulary, and repetitions beyond learned positions."""
+    if not known:
+        raise ValueError(
+            "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
+            "of jit"
+        )
     width, config = state.plan.infos[0].prompt_len, model.config
     for how in hows:
         check_ids(model, (*how.repeat, *how.repeat_next, *how.suffix))

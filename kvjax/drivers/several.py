@@ -78,7 +78,7 @@ def read_whole(
     if not traced(prompts.lengths):
         check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
     if stored.again:
-        check_rereads(model, state, stored.again)
+        check_rereads(model, state, stored.again, not traced(*prompts))
     how = {"valid": prompts.lengths, "observe": tuple(dict.fromkeys(policies))}
     logits, state, stats = forward(model, params, prompts.tokens, state, **how)
     if stored.again:

@@ -169,13 +169,8 @@ def read_prompts(
     state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
     state = state if mesh is None else placed(state, mesh)
     again = rereads(state)
-    if again and not known:
-        raise ValueError(
-            "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
-            "of jit"
-        )
     if again:
-        check_rereads(model, state, again)
+        check_rereads(model, state, again, known)
     xp: Any = np if known else jnp
     num, L = 1 if block is None else -(-T // block), len(state.layers)
     total = L * (num + sum(len([*how.firsts(plan.infos[0].prompt_len)]) for how in again))
