@@ -1,6 +1,5 @@
 """What `experiments/probe.py` has found of a model, and what is published for it."""
 
-import importlib
 import pathlib
 import zipfile
 import zlib
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax import models
 from kvjax.configs.experiment import Common
 from kvjax.contract import FrozenArrays
 from kvjax.methods.published import published
@@ -27,7 +27,7 @@ def probed(setup: Common, given: str, name: str, how: str = "") -> np.ndarray:
       ValueError: there is none, or it is no array of finite numbers, or one of another model.
     """
     if pathlib.Path(given).suffix in (".tsv", ".json"):
-        return published(given, _config(setup))
+        return published(given, models.read_config(setup.source))
     file, found = _loaded(setup, given, name, "npy", how)
     if not isinstance(found, np.ndarray):
         raise ValueError(f"{file} has {len(found)} arrays, but {name} are one; give what was found of {name}")
@@ -36,20 +36,13 @@ def probed(setup: Common, given: str, name: str, how: str = "") -> np.ndarray:
     return found
 
 
-def _config(setup: Common) -> Any:
-    weights: Any = importlib.import_module(
-        "kvjax.models.weights"
-    )  # imports Flax, which takes longer than --help should
-    return weights.read_config(weights.locate(setup.source, weights=False))
-
-
 def check_heads(setup: Common, file: str | pathlib.Path, found: np.ndarray, axes: int = 2) -> None:
     """Tries whether the first axes of an array are the model's layers and kv heads, or its layers, if one counts.
 
     Raises:
       ValueError: they are not, with both shapes.
     """
-    config = _config(setup)
+    config = models.read_config(setup.source)
     if found.shape[:axes] != (config.num_layers, config.num_kv_heads)[:axes]:
         raise ValueError(
             f"{file} is of shape {found.shape}, but {setup.model} has {config.num_layers} layers of "

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvjax.models.weights import fingerprint as fingerprint
     from kvjax.models.weights import load as load
     from kvjax.models.weights import num_params as num_params
+    from kvjax.models.weights import read_config as read_config
     from kvjax.models.weights import save as save
 
 _NAMES = {
@@ -30,7 +31,7 @@ _NAMES = {
     "presets": "PRESETS Preset preset",
     "rope": "Rope",
     "tokenizer": "encode load_tokenizer pad_left",
-    "weights": "default_sampler fingerprint load num_params save",
+    "weights": "default_sampler fingerprint load num_params read_config save",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

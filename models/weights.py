@@ -92,7 +92,7 @@ def load(
     if dtype != _AUTO:
         _check_held(dtype)
     path = locate(source, revision=revision, token=token)
-    config = read_config(path, dtype="float32" if dtype == _AUTO else dtype)
+    config = _config_in(path, "float32" if dtype == _AUTO else dtype)
     tensors = family_of(config).prefixed(stored_tensors(_weights(path, source, revision)))
     if dtype == _AUTO:
         kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family_of(config).ignored)}
@@ -121,8 +121,26 @@ def fingerprint(source: str | os.PathLike[str], *, revision: str | None = None, 
     return digest.hexdigest()[:16]
 
 
-def read_config(path: pathlib.Path, *, dtype: str = "float32") -> DecoderConfig:
-    """The config of a checkpoint directory. End tokens are those of its generation_config.json, where that has any."""
+def read_config(
+    source: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None, dtype: str = "float32"
+) -> DecoderConfig:
+    """The config of a checkpoint's model, without its weights: what `kvjax.plan_memory` asks for.
+
+    End tokens are those of `generation_config.json`, where that has any.
+
+    Args:
+      source, revision, token: as for `load`.
+      dtype: of parameters, activations and the KV cache.
+
+    Raises:
+      ValueError: neither a directory nor a hub id, or a config that no family here reads.
+    """
+    _check_name(dtype)
+    return _config_in(locate(source, revision=revision, token=token, weights=False), dtype)
+
+
+def _config_in(path: pathlib.Path, dtype: str) -> DecoderConfig:
+    """The config of a checkpoint directory."""
     file = path / CONFIG
     if not file.is_file():
         cut_off = sorted(str(p.parent) for p in path.glob(f"{_BESIDE}*/{CONFIG}"))

@@ -286,7 +286,7 @@ def test_a_repository_of_pickles_is_refused_with_what_converts_it(hub, monkeypat
     ids=str,
 )
 def test_sources_that_are_none(hub, source, options, message):
-    for use in (models.load, models.load_tokenizer, models.fingerprint):
+    for use in (models.load, models.load_tokenizer, models.fingerprint, models.read_config):
         with pytest.raises(ValueError, match=message):
             use(source, **options)
     assert not hub

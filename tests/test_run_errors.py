@@ -19,10 +19,15 @@ from tests.files import contents
 from tests.runs import SHORT, one_layer, small
 
 
+def with_baselines(*argv):
+    experiment = run.parse(argv)[0]
+    return setup.with_baselines(experiment, models.read_config(experiment.setup.source))
+
+
 def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, capsys):
     config = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    baselines = lambda *argv: setup.with_baselines(run.parse(["--config", "snapkv.py", *argv])[0]).setup.baselines
+    baselines = lambda *argv: with_baselines("--config", "snapkv.py", *argv).setup.baselines
     assert baselines() == ("random", "streaming_llm", "h2o", "ada_snapkv")
     assert baselines("--model", str(tmp_path), "--baselines", "streaming_llm") == ("streaming_llm",)
     assert baselines("--baselines", "none") == baselines("--baselines") == ()
@@ -170,9 +175,9 @@ def test_an_experiments_names_tell_its_policies_apart():
     with pytest.raises(ValueError, match=r"'xxx.*xxx' names files; shorten it from 101 to 100 bytes"):
         Experiment("x" * 101, ((8, window),))
     with pytest.raises(ValueError, match=r"full at budget 1\.0 is there twice"):
-        setup.runs_of(Experiment("full", ((1.0, window),), Setup(baselines=())))
+        setup.runs_of([Experiment("full", ((1.0, window),))], Setup())
     with pytest.raises(ValueError, match="h2o at budget 8 is there twice"):
-        setup.runs_of(Experiment("mine", ((8, window),), Setup(baselines=("h2o", "./h2o"))))
+        setup.runs_of([Experiment("h2o", ((8, window),))] * 2, Setup())
 
 
 def test_a_default_directory_has_a_name_that_a_disk_takes():
@@ -209,16 +214,18 @@ def test_setup_names_all_tasks():
 
 
 def test_when_to_compress_is_a_matter_of_the_setup(capsys):
-    policies = lambda *argv: {
-        m: p for m, _, p in setup.runs_of(setup.with_baselines(run.parse([*argv, "--budget", "0.5"])[0]))
-    }
-    h2o = policies("--config", "h2o.py", "--baselines")["h2o"]
+
+    def policies(*argv):
+        experiment = run.parse(argv)[0]
+        return {m: p for m, _, p in setup.planned(experiment, models.read_config(EMBEDDED)).runs}
+
+    h2o = policies("--config", "h2o.py", "--budget", "0.5", "--baselines")["h2o"]
     for compress, when in (("prefill", Schedule()), ("decode", Schedule(prefill=False, every=1))):
-        found = policies("--config", "h2o.py", "--compress", compress)
+        found = policies("--config", "h2o.py", "--budget", "0.5", "--compress", compress)
         assert found["h2o"] == kvjax.when(when, h2o)
         assert found["full"] == methods.full()
     think = ["--config", "think.py", "--compress", "prefill", "--channels", "0.5", "--baselines"]
-    assert setup.runs_of(run.parse(think)[0])[1][2] == methods.think(0.5)
+    assert policies(*think)["think"] == methods.think(0.5)
     assert "ada_snapkv" not in found
     assert "ada_snapkv, which --compress decode is not for" in capsys.readouterr().out
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import dataclasses
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence
@@ -14,27 +13,14 @@ from tqdm import tqdm
 
 import kvjax
 from kvjax import models
-from kvjax.configs.experiment import Experiment, Made, Setup, with_params
+from kvjax.configs.experiment import Experiment, Setup
 from kvjax.experiments import stopping, tasks
 from kvjax.experiments.core.engine import Engine, Prompt, read_once, shapes, share_slots
-from kvjax.experiments.core.provenance import definition
-from kvjax.experiments.core.records import KEY, Key, Line, Records, digest
-from kvjax.experiments.core.setup import (
-    Run,
-    build,
-    described,
-    find_builders,
-    options_of,
-    origins_of,
-    runs_of,
-    with_baselines,
-)
-from kvjax.models.sources import locate
+from kvjax.experiments.core.records import KEY, Key, Line, Records
+from kvjax.experiments.core.setup import Run, build, planned
 
 TOGETHER = 32
 """Policies that read prompts together, at most: what they observe is held, and so are their programs."""
-_OF_OTHERS = "baselines", "baseline_budget", "compress", "metrics"  # what of a setup no line of a policy depends on
-_UNSEEN = ("slots",)  # what no line depends on, but for its times and peaks
 
 Asked = tuple[str, str, Engine]
 """A method, a budget as lines say it, and its engine for prompts of one shape."""
@@ -59,28 +45,11 @@ def run(
       shard: which of how many parts of the examples, from 1.
       mesh: devices that share the work; results are the same.
     """
-    from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
-
-    experiment = with_baselines(experiment)
-    setup, builders = experiment.setup, find_builders(experiment.setup)
-    runs, options = runs_of(experiment), options_of(experiment)
-    other = lambda m: {"options": options[m]} if m in options else {}
-    origins = origins_of(experiment)
-    of = lambda m, b: f"{origins[m]} as {m}@{b}" if m in origins else ""
-    config: dict[str, Any] = {
-        "name": experiment.name,
-        "policies": [{"method": m, "budget": b, "policy": _defined(p, of(m, b)), **other(m)} for m, b, p in runs],
-        "setup": {name: value for name, value in dataclasses.asdict(setup).items() if name not in _UNSEEN},
-        **described(setup, builders),
-        "checkpoint": models.fingerprint(setup.source),
-        "shard": shard,
-    }
-    shared = {name: value for name, value in config["setup"].items() if name not in _OF_OTHERS}
-    same = [shared, *(config[name] for name in ("tasks", "text", "checkpoint"))]
-    config["ids"] = {f"{p['method']}@{p['budget']}": digest([p["policy"], same]) for p in config["policies"]}
-    with Records(directory, config, command, restart=restart) as records:
+    config = models.read_config(experiment.setup.source)
+    setup, builders, runs, manifest = planned(experiment, config)
+    with Records(directory, manifest | {"shard": shard}, command, restart=restart) as records:
         tokenizer = models.load_tokenizer(setup.source)
-        prompts, bad = build(setup, builders, tokenizer, read_config(locate(setup.source, weights=False)))
+        prompts, bad = build(setup, builders, tokenizer, config)
         records.set_bad(bad)
         if bad:
             rows, are = ("row", "it is") if len(bad) == 1 else ("rows", "all are")
@@ -100,12 +69,6 @@ def run(
             _run_missing(setup, runs, prompts, todo, tokenizer, mesh)
         else:
             print(f"{directory} is complete; --restart runs it again")
-
-
-def _defined(made: Made, origin: str) -> str:
-    """The definition of a policy, and a digest of its learned parameters."""
-    policy, own = with_params(made)
-    return definition(policy, origin) + (f" with parameters {digest(definition(own))}" if own else "")
 
 
 class Todo:

@@ -4,13 +4,13 @@ import dataclasses
 import hashlib
 import inspect
 import pathlib
-from collections.abc import Mapping, Sized
-from typing import Any, Final
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, Final, NamedTuple
 
 from tqdm import tqdm
 
 import kvjax
-from kvjax import configs, methods
+from kvjax import configs, methods, models
 from kvjax.budgets import Schedule
 from kvjax.configs import loading
 from kvjax.configs.experiment import BASELINES, COMPACT, Experiment, Made, Setup, changed, label, with_params
@@ -18,17 +18,70 @@ from kvjax.experiments import tasks
 from kvjax.experiments.core import metrics
 from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.provenance import definition
+from kvjax.experiments.core.records import digest
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
 from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.rows import Rows, load_rows
 from kvjax.methods.hidden import DropChannels
-from kvjax.models.sources import locate
 
 EXAMPLES: Final = 48
 """Examples of a task that has any number, where the setup does not say."""
 
 Run = tuple[str, str, Made]
 """A method, its budget as results write it, and the policy, which may have learned parameters beside it."""
+
+_OF_OTHERS = "baselines", "baseline_budget", "compress", "metrics"  # what of a setup no line of a policy depends on
+_UNSEEN = ("slots",)  # what no line depends on, but for its times and peaks
+
+
+class Planned(NamedTuple):
+    """What a run asks, and of whom.
+
+    Attributes:
+      setup: with the baselines that its model can run.
+      builders: what builds the examples of each task and file.
+      runs: the full cache, the experiment's own policies, the baselines.
+      manifest: what its manifest says of all that.
+    """
+
+    setup: Setup
+    builders: dict[str, Builder]
+    runs: list[Run]
+    manifest: dict[str, Any]
+
+
+def planned(experiment: Experiment, config: Any) -> Planned:
+    """Finds the tasks, policies and baselines of an experiment.
+
+    Args:
+      experiment: what to run.
+      config: of its model.
+
+    Raises:
+      ValueError: what `find_builders` and `runs_of` refuse.
+    """
+    experiment = with_baselines(experiment, config)
+    setup, each = experiment.setup, [experiment, *_baselines(experiment)]
+    builders, runs = find_builders(setup), runs_of(each, setup)
+    options, origins = {e.name: e.options for e in each}, {e.name: e.origin for e in each}
+    policies = []
+    for method, budget, made in runs:
+        origin = origins.get(method) and f"{origins[method]} as {method}@{budget}"
+        policies.append({"method": method, "budget": budget, "policy": _defined(made, origin or "")})
+        if options.get(method):
+            policies[-1]["options"] = options[method]
+    asked = dict(zip(builders, (*setup.task_names, *setup.data), strict=True))
+    examples = {
+        name: {"examples": count(builder, setup) * len(setup.seeds), "builder": _made_by(builder, asked[name])}
+        for name, builder in builders.items()
+    }
+    seen = {name: value for name, value in dataclasses.asdict(setup).items() if name not in _UNSEEN}
+    same = {"tasks": examples, "text": text_digest(setup.text), "checkpoint": models.fingerprint(setup.source)}
+    shared = [{name: value for name, value in seen.items() if name not in _OF_OTHERS}, *same.values()]
+    ids = {f"{p['method']}@{p['budget']}": digest([p["policy"], shared]) for p in policies}
+    manifest = {"name": experiment.name, "policies": policies, "setup": seen, **same, "ids": ids}
+    return Planned(setup, builders, runs, manifest)
+
 
 # --- examples ---
 
@@ -57,16 +110,6 @@ def find_builders(setup: Setup) -> dict[str, Builder]:
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ValueError(f"two tasks or files are called {twice[0]}, which names rows of results; rename one")
     return dict(found)
-
-
-def described(setup: Setup, builders: Mapping[str, Builder]) -> dict[str, Any]:
-    """What a manifest says of tasks, which tells whether two runs are on the same rows."""
-    asked = dict(zip(builders, (*setup.task_names, *setup.data), strict=True))
-    each = {
-        name: {"examples": count(b, setup) * len(setup.seeds), "builder": _made_by(b, asked[name])}
-        for name, b in builders.items()
-    }
-    return {"tasks": each, "text": text_digest(setup.text)}
 
 
 def _made_by(builder: Builder, asked: str) -> str:
@@ -203,12 +246,8 @@ def _fitting(example: Example, setup: Setup, limit: int | None, seed: int) -> li
 # --- policies ---
 
 
-def with_baselines(experiment: Experiment) -> Experiment:
-    """The experiment with its baselines, by default those that its model can run, and their budget.
-
-    Raises:
-      ValueError: a model that `kvjax.models.load` would not find.
-    """
+def with_baselines(experiment: Experiment, config: Any) -> Experiment:
+    """The experiment with its baselines, by default those that a model of this config can run, and their budget."""
     setup = dataclasses.replace(experiment.setup, baseline_budget=experiment.baseline_budget)
     experiment = dataclasses.replace(experiment, setup=setup)
     if setup.baselines is not None:
@@ -217,9 +256,6 @@ def with_baselines(experiment: Experiment) -> Experiment:
     if chosen != BASELINES:
         left = ", ".join(b for b in BASELINES if b not in chosen)
         print(f"baselines: {', '.join(chosen)}; without {left}, which --compress {setup.compress} is not for")
-    from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
-
-    config = read_config(locate(setup.source, weights=False))
     if config.learned_positions or not config.additive_rotation:
         chosen = tuple(b for b in chosen if b not in COMPACT)
         print(
@@ -239,17 +275,15 @@ def _can(baseline: str, experiment: Experiment) -> bool:
         return False
 
 
-def runs_of(experiment: Experiment) -> list[Run]:
-    """The full cache, the experiment's own policies, and those of its baselines; one without budgets as it is.
+def runs_of(each: Sequence[Experiment], setup: Setup) -> list[Run]:
+    """The full cache and the policies of each experiment; one without budgets as it is.
 
     Raises:
       ValueError: a method and budget that stand for two policies, which would become one.
     """
     full = ("full", label(1.0), methods.full())
-    found: list[Run] = [full]
-    for each in (experiment, *_baselines(experiment)):
-        own = [(each.name, label(b), p) for b, p in each.policies]
-        found += [(m, b, compressed(m, p, experiment.setup)) for m, b, p in own if (m, b, p) != full]
+    own = [(e.name, label(b), p) for e in each for b, p in e.policies]
+    found = [full, *((m, b, compressed(m, p, setup)) for m, b, p in own if (m, b, p) != full)]
     for i, (method, budget, _) in enumerate(found):
         if (method, budget) in ((m, b) for m, b, _ in found[:i]):
             raise ValueError(
@@ -259,14 +293,10 @@ def runs_of(experiment: Experiment) -> list[Run]:
     return found
 
 
-def options_of(experiment: Experiment) -> dict[str, str]:
-    """The options of every method that are not its defaults in `kvjax.methods`; methods without such are left out."""
-    return {each.name: each.options for each in (experiment, *_baselines(experiment)) if each.options}
-
-
-def origins_of(experiment: Experiment) -> dict[str, str]:
-    """The user's file that every method came from, and what it was given; methods of the project are left out."""
-    return {each.name: each.origin for each in (experiment, *_baselines(experiment)) if each.origin}
+def _defined(made: Made, origin: str) -> str:
+    """The definition of a policy, and a digest of its learned parameters."""
+    policy, own = with_params(made)
+    return definition(policy, origin) + (f" with parameters {digest(definition(own))}" if own else "")
 
 
 def _baselines(experiment: Experiment) -> list[Experiment]:
