@@ -2,8 +2,8 @@
 
     python -m tests.tools.kills DIRECTORY 30
 
-kills by turns the main job under both protocols, a sweep, a board, the learning of budgets, and the training of a
-model.
+kills by turns the main job under both protocols, a sweep, a board, a paper's table and its claims, findings, the
+learning of budgets, and the training of a model.
 """
 
 import json
@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 from tests.runs import ROOT, one_layer, samples, without_times
 
 TASKS = "multi_turn", "evicted_perplexity"
-KINDS = "in_prompt", "after_compression", "sweep", "board", "learn", "train"
+KINDS = "in_prompt", "after_compression", "sweep", "board", "reproduce", "replication", "findings", "learn", "train"
 ROW = {"context": "the code for ada is 7 3 .", "question": "what is the code for ada ?", "answers": ["7 3"]}
 
 
@@ -45,6 +45,15 @@ def options(kind, here):
     if kind == "board":
         sizes = "--methods window h2o --bytes 0.5 --examples 2 --length 320 --batch-size 2".split()
         return "board", [*sizes, "--parts", "perplexity", "continuation", "--output", str(here)]
+    if kind == "reproduce":
+        sizes = "keyformer/table3 --data project --examples 3 --length 200 --new-tokens 8 --batch-size 1".split()
+        return "reproduce", [*sizes, "--methods", "h2o", "--output", str(here)]
+    if kind == "replication":
+        sizes = "--models embedded --parts perplexity --examples 1 --length 320 --batch-size 1".split()
+        return "replication", [*sizes, "--output", str(here)]
+    if kind == "findings":
+        sizes = "to_hindsight --prompts 2 --length 96 --follow 4 --budget 0.5 --batch-size 1".split()
+        return "findings", [*sizes, "--output", str(here)]
     if kind == "learn":
         sizes = "--window-size 8 --budget 0.25 --length 128 --calibration 2 --held-out 2 --tasks single_needle".split()
         sizes += ["--batch-size", "2", "--future", "4", "--steps", "30", "--model", one_layer()]
