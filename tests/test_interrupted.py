@@ -68,17 +68,19 @@ def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_o
     assert len(samples(here)) < 600
 
 
-MARKS = dict.fromkeys(("in_prompt", "after_compression"), pytest.mark.exhaustive)  # what a sweep runs are runs
+MARKS = dict.fromkeys(
+    ("in_prompt", "after_compression", "reproduce", "replication"), pytest.mark.exhaustive
+)  # as others are
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, pytest.mark.slow)) for k in kills.KINDS])
 def test_what_is_killed_at_any_moment_ends_with_the_same_results(tmp_path, kind):
     """SIGKILL while it compiles, reads, answers, writes or draws. `tests.tools.kills` has many."""
     whole, seconds = kills.whole(kind, tmp_path / "whole" / "x")
-    runs = {"sweep": 2, "board": 2, "train": 0}.get(kind, 1)
+    runs = {"sweep": 2, "board": 2, "findings": 0, "train": 0}.get(kind, 1)
     assert len([path for path in whole if path.endswith("manifest.json")]) == runs
     for path, lines in whole.items():
-        if path.endswith("samples.jsonl") and kind not in ("learn", "board"):
+        if path.endswith("samples.jsonl") and kind in ("in_prompt", "after_compression", "sweep"):
             asked = {(s["method"], s["task"], s["index"]) for s in map(json.loads, lines)}
             assert len(asked) == 2 * 2 * (4 * len(kills.TASKS) + 2)
             assert len(lines) > len(asked)
