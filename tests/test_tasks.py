@@ -19,6 +19,7 @@ LENGTH = 1500
 PERPLEXITY = "sliding_perplexity", "streaming_perplexity", "evicted_perplexity"
 OVER_ROWS = "summarise", "dialogue", "qa_1", "qa_2"
 HIDING = "needle", "needle_number", "two_instructions", "multi_turn", "multi_turn_key_value", "reconstruction"
+READS = "needle", "two_instructions", "reconstruction", "niah_single_2"
 OVER_TEXT = (*(name for name in RULER if name not in OVER_ROWS), *HIDING)
 ROWS = tuple(
     {
@@ -108,6 +109,29 @@ def test_examples_are_reproducible_and_as_long_as_wanted(name, text):
     assert made(name, 0, text=text) != made(name, 1, text=text)
     if name not in (*PERPLEXITY, "summarise", "dialogue") or not (text or name in OVER_ROWS):
         assert made(name, 0, text=text, seed=1) != made(name, 0, text=text)
+
+
+@pytest.mark.parametrize("name", [*READS, "single_needle", "multi_turn"])
+def test_examples_read_passages_of_their_own_as_long_as_there_are_any(name):
+    """Every sentence of the text has a number. A passage that is read again is the same context."""
+    numbers = lambda e: {int(n) for n in re.findall(r"number (\d+) says", text_of(e))}
+    of = task(LENGTH // 3, text=TEXT, seed=1)
+    found = [TASKS[name](of, i) for i in range(len(of.passages) + 1)]
+    assert len(of.passages) > 10
+    for one, other in itertools.combinations(found[:-1], 2):
+        assert numbers(one).isdisjoint(numbers(other))
+    same = [dict(e.meta)["same_context"] for e in found]
+    assert len({*same}) == len(of.passages)
+    assert same[-1] == same[0]
+    assert numbers(found[-1]) & numbers(found[0])
+    assert [of.passage(i) for i in range(3)] != [task(LENGTH // 3, text=TEXT).passage(i) for i in range(3)]
+
+
+@pytest.mark.parametrize("name", ["niah_single_2", "niah_multikey_1", "single_needle", "key_value"])
+def test_running_text_fills_a_prompt_to_2_percent(name):
+    """RULER keeps room for an answer of 128 tokens, or of as many as are asked for."""
+    e = made(name, 0, text=TEXT, answer=16)
+    assert 0.98 * LENGTH <= len(e.context) + len(e.questions[0].ids) <= LENGTH
 
 
 @pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])

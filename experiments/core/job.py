@@ -98,7 +98,7 @@ class Todo:
         made_by = {"id": ids[f"{method}@{budget}"]} if ids else {}
         for prompt, lines in zip(prompts, found, strict=True):
             example, meta = prompt.example, dict(prompt.example.meta)
-            about = {**made_by, "context": f"{example.task}/{meta.pop('same_context', example.index)}"} | meta
+            about = {**made_by, "context": meta.pop("same_context", f"{example.task}/{example.index}")} | meta
             for name, line in zip(self.keys(method, budget, [prompt]), lines, strict=True):
                 new.append(dict(zip(KEY, name, strict=True)) | about | line)
         self.records.append(new)

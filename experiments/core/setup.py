@@ -172,7 +172,8 @@ def build(
     most = config.max_position if config.learned_positions else None
     room = config.max_position if setup.max_length is None else setup.max_length
     room = room if most is None else min(room, most)
-    of_seed = [dataclasses.replace(task_of(tokenizer, setup.length, s, text), limit=room) for s in setup.seeds]
+    given = {"limit": room, "answer": setup.answer}
+    of_seed = [dataclasses.replace(task_of(tokenizer, setup.length, s, text), **given) for s in setup.seeds]
     rows: list[Prompt] = []
     bad: list[dict[str, Any]] = []
     todo = [

@@ -344,8 +344,14 @@ def _scored(task: str, samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
             row = json.dumps([s.get("doc_id"), s.get("prompt_hash")])
             said = s.get("filtered_resps")
             said = said[0] if isinstance(said, list) and len(said) == 1 else said
-            line = {"task": label, "averaged": not i, "line": number, "index": row, "question": 0, "context": row}
-            line |= {"doc": s.get("doc_id"), "metric": metric, "score": float(s[metric]), "references": s.get("target")}
+            line = {"task": label, "averaged": not i, "line": number, "index": row, "question": 0}
+            line |= {
+                "context": f"{label} {row}",
+                "doc": s.get("doc_id"),
+                "metric": metric,
+                "score": float(s[metric]),
+                "references": s.get("target"),
+            }
             yield line | {"output": said if isinstance(said, str) else None}
 
 

@@ -159,9 +159,9 @@ def _keyed(rows: pd.DataFrame) -> Iterator[tuple[tuple[str, Any], float]]:
     return zip(zip(rows["task"], rows["index"], strict=True), rows["value"], strict=True)
 
 
-def clusters(rows: pd.DataFrame) -> list[tuple[Any, ...]] | None:
-    """The context of every row, where some share theirs."""
-    found = [*zip(rows["task"], rows["context"], strict=True)]
+def clusters(rows: pd.DataFrame) -> list[str] | None:
+    """The context of every row, where some share theirs, of one task or of several."""
+    found = rows["context"].tolist()
     return None if len({*found}) == len(found) else found
 
 

@@ -6,7 +6,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, runtime_checkable
+from typing import Any, Literal, TypeVar, runtime_checkable
 from typing import Protocol as Interface
 
 import numpy as np
@@ -18,6 +18,10 @@ from kvjax.experiments.core import metrics
 
 Protocol = Literal["in_prompt", "after_compression"]
 Tokens = tuple[int, ...]
+S = TypeVar("S")
+
+# After a sentence's last mark, with quotes and brackets that close, or at an empty line.
+_SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)\]]))\s+|(?<=[。！？])\s*|\n\s*\n\s*""")  # noqa: RUF001
 
 
 class BadRow(ValueError):
@@ -107,12 +111,13 @@ class Task:
     Attributes:
       encode: text to token ids, without special tokens.
       bos: ids that start every context.
-      length: tokens of context and question together.
+      length: tokens of a prompt, at most; where a task counts them, with the answer's.
       seed: of the whole run.
       text: a text of one's own, which facts are hidden in and whose likelihood is asked for; if empty, the project's
         sentences are.
       tokenizer: where `encode` is from, for builders that need more of it.
       limit: tokens of context, question and answer together that the model has room for; None for any number.
+      answer: tokens of an answer, at most, where a task allows more; None for what tasks say.
       rows: rows of one's own, each with the fields that its task names.
     """
 
@@ -123,6 +128,7 @@ class Task:
     text: str = ""
     tokenizer: Any = None
     limit: int | None = None
+    answer: int | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
 
     def rng(self, name: str, index: int) -> np.random.Generator:
@@ -145,21 +151,39 @@ class Task:
 
     @functools.cached_property
     def _sentences(self) -> tuple[Tokens, ...]:
-        return tuple(self.ids(s.split()) for s in re.split(r"(?<=[.!?])\s+|\n\s*\n", self.text) if s.strip())
+        return tuple(self.ids(s.split()) for s in sentences(self.text))
 
-    def sentences(self, rng: np.random.Generator) -> Iterator[Tokens]:
-        """Sentences without end: the project's at random, or those of one's own text from a random one on.
+    @functools.cached_property
+    def passages(self) -> tuple[int, ...]:
+        """The sentences of one's own text with which its passages begin.
 
-        A text that is used up begins again.
+        A passage has the tokens of a prompt at least, and shares no sentence with another. A text that is shorter than
+        a prompt is one passage.
         """
-        if not self.text:
-            while True:
-                yield self.ids(corpus.filler(rng, "held_out"))
-        start = int(rng.integers(len(self._sentences)))
-        yield from itertools.cycle((*self._sentences[start:], *self._sentences[:start]))
+        found, tokens = [0], 0
+        for i, ids in enumerate(self._sentences, 1):
+            tokens += len(ids)
+            if tokens >= self.length:
+                found.append(i)
+                tokens = 0
+        return tuple(found[:-1]) or (0,)
 
-    def fill(self, rng: np.random.Generator, length: int, inserts: Sequence[tuple[float, Sequence[str]]]) -> Tokens:
-        """A context of nearly `length` tokens: BOS, then filler with `inserts` at relative places in [0, 1].
+    def passage(self, index: int) -> int:
+        """Which passage of one's own text an example reads, in an order drawn by the seed, again where all are read."""
+        count = len(self.passages)
+        return int(np.random.default_rng([self.seed, count]).permutation(count)[index % count])
+
+    def shared(self, index: int) -> dict[str, str]:
+        """The meta of an example that reads a passage of one's own text, which other examples may read, too."""
+        return {"same_context": f"passage/{self.passage(index)}"} if self.text else {}
+
+    def fill(
+        self, rng: np.random.Generator, index: int, length: int, inserts: Sequence[tuple[float, Sequence[str]]]
+    ) -> Tokens:
+        """A context of `length` tokens: BOS, then running text with `inserts` at relative places in [0, 1].
+
+        Of one's own text that is the passage of the example `index`, whose last sentence is cut where there is no more
+        room; else whole sentences of the project's, at random.
 
         Raises:
           ValueError: inserts that leave no room.
@@ -171,16 +195,34 @@ class Task:
                 f"{len(inserts)} facts need {length - room} tokens, but the question leaves {length} of length="
                 f"{self.length}; give --length {self.length - room} or more, or other --tasks"
             )
-        sentences: list[Tokens] = []
-        for sentence in self.sentences(rng):
+        found: list[Tokens] = []
+        for sentence in self._filler(rng, index):
             if len(sentence) > room:
-                sentences += [sentence[:room]] if self.text and not sentences else []  # longer than the whole prompt
+                found += [sentence[:room]] if self.text and room else []
                 break
-            sentences.append(sentence)
+            found.append(sentence)
             room -= len(sentence)
-        parts = [((i + 0.5) / max(len(sentences), 1), s) for i, s in enumerate(sentences)]
+        parts = [((i + 0.5) / max(len(found), 1), s) for i, s in enumerate(found)]
         ordered = sorted([*parts, *placed], key=lambda part: part[0])
         return self.bos + tuple(t for _, ids in ordered for t in ids)
+
+    def _filler(self, rng: np.random.Generator, index: int) -> Iterator[Tokens]:
+        """Sentences without end: those of one's own text from a passage on, which begins again, or the project's."""
+        if not self.text:
+            while True:
+                yield self.ids(corpus.filler(rng, "held_out"))
+        yield from itertools.cycle(self.turned(self._sentences, index))
+
+    def turned(self, of_text: Sequence[S], index: int) -> tuple[S, ...]:
+        """What there is of each sentence of one's own text, from the passage of an example on and round the end."""
+        start = self.passages[self.passage(index)]
+        return (*of_text[start:], *of_text[:start])
+
+
+@functools.lru_cache(maxsize=4)
+def sentences(text: str) -> tuple[str, ...]:
+    """The sentences of a text, without white space around them."""
+    return tuple(s for part in _SENTENCE_END.split(text) if (s := part.strip()))
 
 
 def task_of(tokenizer: Any, length: int, seed: int, text: str = "") -> Task:

@@ -37,8 +37,8 @@ def multi_turn(task: Task, index: int, *, facts: int = 16, turns: int = TURNS) -
         questions.append(Question(ids, references=(value,), max_new_tokens=len(task.encode(value)) + 2))
     places = rng.uniform(size=facts)
     inserts = [(p, corpus.fact(stated, n, v)) for p, n, v in zip(places, names, values, strict=True)]
-    context = task.fill(rng, task.length - max(len(q.ids) for q in questions), inserts)
-    return example("multi_turn", index, context, *questions, length=float(task.length))
+    context = task.fill(rng, index, task.length - max(len(q.ids) for q in questions), inserts)
+    return example("multi_turn", index, context, *questions, length=float(task.length), **task.shared(index))
 
 
 def multi_turn_key_value(task: Task, index: int, *, turns: int = TURNS) -> Example:

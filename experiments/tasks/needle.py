@@ -58,8 +58,8 @@ def needle(
     """Kamradt's needle in a haystack (2023): the fact about San Francisco in the task's text.
 
     Every example has a length and a depth of a grid that any number of examples covers evenly, the full length first;
-    with the defaults 44 hold every pair once. The text starts at a random sentence, and goes on at its beginning after
-    its end; sentences that hold a part of the answer are left out. The needle stands at the end of a sentence, at its
+    with the defaults 44 hold every pair once. Each example reads another passage of the text, as long as there
+    are more; sentences that hold a part of the answer are left out. The needle stands at the end of a sentence, at its
     depth by characters, so that depth 0 is before all text and depth 1 after it. The score is the share of the
     answer's three parts that the output holds. A model may know this fact without reading it; `needle_number` asks for
     what it cannot know.
@@ -116,7 +116,7 @@ def two_instructions(task: Task, index: int) -> Example:
     answers = {city: str(rng.integers(10**6, 10**7)) for city in cities}
     rules = " ".join(f"Whenever the word {c} comes up, say the number {n}." for c, n in answers.items())
     asked = [tuple(task.encode(f"\n\nNow the word {c} comes up. You say the number")) for c in cities]
-    found = haystack(task, rng, task.length, cities)
+    found = haystack(task, "two_instructions", index, task.length, cities)
     longest = max(map(len, asked))
 
     def context(count: int) -> Tokens:
@@ -130,7 +130,9 @@ def two_instructions(task: Task, index: int) -> Example:
         Question(q, references=(n,), metric="contains_all", max_new_tokens=16, stop=("\n",))
         for q, n in zip(asked, answers.values(), strict=True)
     ]
-    return example("two_instructions", index, context(count), *questions, length=float(task.length))
+    return example(
+        "two_instructions", index, context(count), *questions, length=float(task.length), **task.shared(index)
+    )
 
 
 def _hide(
@@ -141,7 +143,7 @@ def _hide(
     length, depth = lengths[row], depths[column]
     length = length if isinstance(length, int | np.integer) else round(length * task.length)
     question = tuple(task.encode(hidden.question))
-    found = haystack(task, task.rng(name, index), length, hidden.references)
+    found = haystack(task, name, index, length, hidden.references)
 
     def context(count: int) -> Tokens:
         before = _before(found[:count], depth)
@@ -162,7 +164,9 @@ def _hide(
         max_new_tokens=hidden.max_new_tokens,
         stop=("\n",),
     )
-    return example(name, index, context(count), asked, **{key: float(value) for key, value in meta.items()})
+    return example(
+        name, index, context(count), asked, **{key: float(value) for key, value in meta.items()}, **task.shared(index)
+    )
 
 
 def _before(found: Sequence[str], depth: float) -> int:

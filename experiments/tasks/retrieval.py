@@ -41,7 +41,7 @@ def _asked(
         places = rng.uniform(size=count) if depth is None else np.array([depth])
     question = task.ids(corpus.question(asked, names[:queries]))
     inserts = [(p, corpus.fact(stated, n, v)) for p, n, v in zip(places, names, values, strict=True)]
-    context = task.fill(rng, length - len(question), inserts)
+    context = task.fill(rng, index, length - len(question), inserts)
     first, *others = (" ".join(v) for v in values[:queries])
     before = [" ".join(corpus.words(n, asked.answer[1])) for n in names[1:queries]]
     references = (first, *(f"{b} {v}" for b, v in zip(before, others, strict=True)))
@@ -51,7 +51,7 @@ def _asked(
     needle = task.ids(inserts[0][1])
     at = next(t for t in range(len(context)) if context[t : t + len(needle)] == needle)
     meta = {"depth": round(float(places[0]), 4), "needle_at": float(at), "needle_tokens": float(len(needle))}
-    return example(name, index, context, asked_for, length=float(length), **meta)
+    return example(name, index, context, asked_for, length=float(length), **meta, **task.shared(index))
 
 
 def single_needle(task: Task, index: int) -> Example:

@@ -18,8 +18,8 @@ from typing import Any, Final, Literal
 
 from kvjax.drivers.text import check_whole_text, encode
 from kvjax.experiments.core import metrics
-from kvjax.experiments.tasks.base import BadRow, Builder, Example, Question, Task, Tokens, example
-from kvjax.experiments.tasks.text import check_enough, check_room, cut_middle, haystack, most_that_fit, sentences
+from kvjax.experiments.tasks.base import BadRow, Builder, Example, Question, Task, Tokens, example, sentences
+from kvjax.experiments.tasks.text import check_enough, check_room, cut_middle, haystack, most_that_fit
 from kvjax.models.sources import local_path
 
 Truncate = Literal["none", "left", "middle"]
@@ -396,7 +396,7 @@ def reconstruction(task: Task, index: int) -> Example:
     if task.rows:
         found = sentences(row_of("reconstruction", task, index).text(*DOCUMENT))
     else:
-        found = haystack(task, task.rng("reconstruction", index), max(room, 1))
+        found = haystack(task, "reconstruction", index, max(room, 1))
     size = lambda count: 2 * len(task.encode(" ".join(found[:count])))
     check_room("reconstruction", task, task.length - room + size(1), "a sentence twice and the request to repeat it")
     count = most_that_fit(size, room, least=1, most=len(found))
@@ -405,7 +405,8 @@ def reconstruction(task: Task, index: int) -> Example:
     document = " ".join(found[:count])
     ids = tuple(task.encode(document))
     asked = Question(question, references=(document,), metric="rouge_l", max_new_tokens=len(ids))
-    return example("reconstruction", index, (*before, *ids), asked, length=float(len(before) + len(ids)))
+    meta = {"length": float(len(before) + len(ids)), **({} if task.rows else task.shared(index))}
+    return example("reconstruction", index, (*before, *ids), asked, **meta)
 
 
 def dialogue(task: Task, index: int, *, max_new_tokens: int = 64, num_beams: int = 1) -> Example:

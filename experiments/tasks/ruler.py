@@ -21,9 +21,9 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
-from kvjax.experiments.tasks.base import Builder, Example, Question, Task, Tokens, example
+from kvjax.experiments.tasks.base import Builder, Example, Question, Task, Tokens, example, sentences
 from kvjax.experiments.tasks.rows import Row, row_of
-from kvjax.experiments.tasks.text import check_enough, check_room, filler, most_that_fit, sentences
+from kvjax.experiments.tasks.text import check_enough, check_room, filler, most_that_fit
 
 FULL = 4096  # tokens from which on RULER's settings hold
 HOPS, COMMON, FREQUENT, ALPHA, LETTERS = 4, 10, 3, 2.0, 6
@@ -124,14 +124,17 @@ def _fitted(
     units: str = "",
     metric: str = "contains_all",
     clear: Callable[[int], bool] = lambda count: True,
+    shared: bool = False,
     **meta: str,
 ) -> Example:
     """The example whose context, `text` of a count and a generator, has as many units as fit.
 
-    A count that is not `clear`, of which the answer is not right, is lowered. Errors name what the least one `needs`,
+    A count that is not `clear`, of which the answer is not right, is lowered. A passage of the task's text may be
+    `shared` by examples. Errors name what the least one `needs`,
     and its `units` where all that there are would fit, if they are limited.
     """
     ids, answer = tuple(task.encode(question)), TEMPLATES[name.partition("_")[0]].answer
+    answer = min(answer, task.answer or answer)
 
     def context(count: int) -> Tokens:
         return (*task.bos, *task.encode(text(count, task.rng(f"{name}/places", index))))
@@ -144,6 +147,7 @@ def _fitted(
     while not clear(count):
         count -= 1
     asked = Question(ids, references=tuple(references), metric=metric, max_new_tokens=answer)
+    meta |= task.shared(index) if shared else {}
     return example(name, index, context(count), asked, length=float(task.length), **meta)
 
 
@@ -187,7 +191,7 @@ def _niah(name: str, task: Task, index: int) -> Example:
     needles = [_NEEDLE.format(kind=s.values, key=k, value=v) for k, vs in zip(keys, values, strict=True) for v in vs]
     needles = [needles[i] for i in rng.permutation(len(needles))]
     chosen = rng.permutation(s.num_keys)[: s.num_queries]
-    units = _units(task, s, rng, keys, drawn)
+    units = _units(task, index, s, rng, keys, drawn)
 
     one = s.num_queries * s.num_values == 1
     kind, *listed = s.values[:-1] if one else s.values, *(keys[i] for i in chosen)
@@ -201,16 +205,16 @@ def _niah(name: str, task: Task, index: int) -> Example:
     text = lambda count, places: before + join.join(hide(units[:count], needles, places))
     return _fitted(
         name, task, index, text, question, references, needs=f"{least} needles, question",
-        least=least, most=len(units), units=unit,
+        least=least, most=len(units), units=unit, shared=s.haystack == "text",
     )  # fmt: skip
 
 
 def _units(
-    task: Task, s: Hidden, rng: np.random.Generator, keys: Sequence[str], values: Sequence[str]
+    task: Task, index: int, s: Hidden, rng: np.random.Generator, keys: Sequence[str], values: Sequence[str]
 ) -> tuple[str, ...]:
     """What the haystack is made of, more than fits: words of text, or sentences without the keys and values given."""
     if s.haystack == "text":
-        return _words_of(task.text, task.seed, task.length)
+        return _words_of(task, index)
     most = task.length // _FEWEST_TOKENS + 1
     if s.haystack == "noise":
         return (NOISE,) * most
@@ -218,10 +222,12 @@ def _units(
     return tuple(_NEEDLE.format(kind=s.values, key=k, value=v) for k, v in pairs)
 
 
-@functools.lru_cache(maxsize=2)
-def _words_of(text: str, seed: int, room: int) -> tuple[str, ...]:
-    """The words of a text, or of filler where there is none."""
-    return tuple((text or " ".join(filler(np.random.default_rng(seed), room))).split())
+def _words_of(task: Task, index: int) -> tuple[str, ...]:
+    """Words of the passage of an example, and behind it, more than fit; or of filler where there is no text."""
+    if not task.text:
+        return tuple(" ".join(filler(np.random.default_rng(task.seed), task.length)).split())
+    words = itertools.chain.from_iterable(s.split() for s in task.turned(sentences(task.text), index))
+    return tuple(itertools.islice(words, task.length + 1))
 
 
 def _of_kind(rng: np.random.Generator, kind: Kind, count: int, taken: Sequence[str] = ()) -> list[str]:

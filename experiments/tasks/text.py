@@ -1,24 +1,14 @@
 """Running text for contexts: where it comes from, where it is cut, and how much of it fits."""
 
-import functools
 import math
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvjax.experiments import corpus
-from kvjax.experiments.tasks.base import Task, Tokens
+from kvjax.experiments.tasks.base import Task, Tokens, sentences
 
-# After a sentence's last mark, with quotes and brackets that close, or at an empty line.
-_SENTENCE_END = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["'”’)\]]))\s+|(?<=[。！？])\s*|\n\s*\n\s*""")  # noqa: RUF001
 _FEWEST_TOKENS = 4  # of a sentence of filler, which has seven words at least
-
-
-@functools.lru_cache(maxsize=4)
-def sentences(text: str) -> tuple[str, ...]:
-    """The sentences of a text, without white space around them."""
-    return tuple(s for part in _SENTENCE_END.split(text) if (s := part.strip()))
 
 
 def filler(rng: np.random.Generator, room: int) -> tuple[str, ...]:
@@ -27,19 +17,16 @@ def filler(rng: np.random.Generator, room: int) -> tuple[str, ...]:
     return tuple(" ".join(bank[i]) for i in rng.integers(len(bank), size=room // _FEWEST_TOKENS + 1))
 
 
-def haystack(task: Task, rng: np.random.Generator, room: int, without: Sequence[str] = ()) -> tuple[str, ...]:
-    """Sentences to hide something in: of the task's text, from a random one on and round its end, or of filler.
+def haystack(task: Task, name: str, index: int, room: int, without: Sequence[str] = ()) -> tuple[str, ...]:
+    """Sentences to hide something in: of the task's text, from a passage on and round its end, or of filler.
 
     Args:
       task: whose text it is.
-      rng: chooses where it starts.
+      name, index: of the example, which says which passage, or seeds the filler.
       room: how many tokens are needed at most.
       without: what no sentence may hold, in upper or lower case.
     """
-    found = sentences(task.text) if task.text else filler(rng, room)
-    if task.text and found:
-        start = int(rng.integers(len(found)))
-        found = found[start:] + found[:start]
+    found = task.turned(sentences(task.text), index) if task.text else filler(task.rng(name, index), room)
     banned = [word.lower() for word in without]
     return tuple(s for s in found if not any(word in s.lower() for word in banned)) if banned else found
 
