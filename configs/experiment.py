@@ -142,7 +142,8 @@ class Setup:
       answer: tokens of an answer, at most, where a task or a row allows more.
       truncate: what is left out of contexts of data that are too long: "left" their beginning, "middle" what is
         between their first and last half. With "none" such rows are bad rows.
-      chat: ask rows of data within the tokenizer's chat template.
+      template: "chat" asks within the tokenizer's chat template, in one message of the user, "raw" in plain text,
+        "auto" within the template where there is one. Texts that are scored or go on are read as they are anyway.
       protocol: "in_prompt" asks at the end of the prompt, "after_compression" once the cache has been evicted.
       compress: evict after the prompt ("prefill"), while decoding ("decode"), or at whichever of them the method does
         ("both").
@@ -176,7 +177,7 @@ class Setup:
     max_new_tokens: int = 64
     answer: int | None = None
     truncate: Literal["none", "left", "middle"] = "none"
-    chat: bool = False
+    template: Literal["auto", "chat", "raw"] = "auto"
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
     compress: Literal["prefill", "decode", "both"] = "both"
     num_beams: int = 1

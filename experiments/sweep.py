@@ -5,9 +5,9 @@
     python experiments/sweep.py --config snapkv.py --scheduler slurm --resources slurm_partition=gpu gpus_per_node=1
 
 Every value of an option makes a run of its own, with every value of the others. What stands after `--` is the same for
-all runs: options that take several values (--tasks), or none (--chat). Options are those of `experiments/run.py`, which
-each run is a call of; `--commands` prints the calls. A run goes where that call puts it, or into a directory of the
-same name in `--output`: so runs that are there are not repeated, and those that were interrupted go on. `report.py`
+all runs: options that take several values (--tasks), or none (--baselines). Options are those of `experiments/run.py`,
+which each run is a call of; `--commands` prints the calls. A run goes where that call puts it, or into a directory of
+the same name in `--output`: so runs that are there are not repeated, and those that were interrupted go on. `report.py`
 reads the directories as those of any run.
 """
 

@@ -65,13 +65,17 @@ def test_a_context_that_is_too_long_is_cut_where_it_is_wanted(tmp_path, embedded
 def test_a_chat_is_split_where_its_context_ends(tmp_path, embedded, monkeypatch):
     tokenizer = embedded[2]
     path = written(tmp_path / "mine.jsonl", GOOD)
-    with pytest.raises(ValueError, match="--chat needs a chat template"):
-        build(
-            Setup(data=(path,), chat=True), find_builders(Setup(data=(path,), chat=True)), tokenizer, embedded[0].config
-        )
+    config = embedded[0].config
+    asked = lambda how: (
+        build(Setup(data=(path,), template=how), {"mine": load_rows(path)}, tokenizer, config)[0][0].example
+    )
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; give --template raw"):
+        asked("chat")
+    raw = asked("auto")
     template = "{{ bos_token }}list : {% for m in messages %}{{ m.content }}{% endfor %} answer :"
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    e = load_rows(path, chat=True)(task_of(tokenizer), 0)
+    e = asked("auto")
+    assert asked("raw") == raw
     assert tokenizer.decode(e.context) == f"{tokenizer.bos_token} list : {GOOD['context']}"
     assert tokenizer.decode(e.questions[0].ids) == f"{GOOD['question']} answer :"
 

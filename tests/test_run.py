@@ -150,7 +150,12 @@ def test_a_method_without_budgets(made, tmp_path):
     with pytest.raises(SystemExit, match="error: recovery is empty"):
         run.main(["--config", "fastgen.py", "--recovery", "--output", str(tmp_path / "empty")])
     experiment, _, _ = run.parse(["--config", "snapkv.py", "--baselines", "fastgen"])
-    assert [b for m, b, _ in setup.planned(experiment, None).runs if m == "fastgen"] == ["T=0.98", "T=0.95", "T=0.9"]
+    runs = setup.planned(experiment, None, None).runs
+    assert [b for m, b, _ in runs if m == "fastgen"] == [
+        "T=0.98",
+        "T=0.95",
+        "T=0.9",
+    ]
 
 
 def test_a_config_of_ones_own(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def test_a_dry_run_prints_what_run_would_be_called_with(capsys):
             "--config snapkv.py --budget 0.1 0.10",
             "two runs are --config snapkv.py --budget 0.10; give every value once",
         ),
-        ("--config snapkv.py --chat", "--chat has no value to run; .* goes after --"),
+        ("--config snapkv.py --baselines", "--baselines has no value to run; .* goes after --"),
         ("--config snapkv.py --shard 1/2", "--shard is no option of the runs"),
         ("--config snapkv.py -- --restart", "--restart is no option of the runs"),
         (f"--config snapkv.py --output {__file__}/new", "test_sweep.py is a file; name a directory"),

@@ -134,6 +134,19 @@ def test_running_text_fills_a_prompt_to_2_percent(name):
     assert 0.98 * LENGTH <= len(e.context) + len(e.questions[0].ids) <= LENGTH
 
 
+@pytest.mark.parametrize("name", [*OVER_TEXT, "qa_1", "summarise", "single_needle"])
+def test_what_is_asked_stands_in_a_chat(name):
+    """The message is the context and the question; how the answer begins stands behind it, in the model's turn."""
+    before, after = (tuple(TOKENIZER.encode(x)) for x in ("<user> ", " <model> "))
+    e, raw = made(name, 0, text=TEXT, chat=(before, after)), made(name, 0, text=TEXT)
+    assert e.context[: len(before)] == before
+    q, plain = (TOKENIZER.decode(x.questions[0].ids) for x in (e, raw))
+    asked, begun = q.split(" <model> ")
+    assert begun in ("", *(plain[-i:] for i in range(len(plain))))
+    assert len(asked) == len(plain) - len(begun)
+    assert len(e.context) + len(e.questions[0].ids) <= LENGTH
+
+
 @pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])
 @pytest.mark.parametrize("name", [*OVER_TEXT, "qa_1", "qa_2"])
 def test_answers_stand_in_the_context(name, text):

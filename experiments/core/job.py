@@ -45,10 +45,10 @@ def run(
       shard: which of how many parts of the examples, from 1.
       mesh: devices that share the work; results are the same.
     """
-    config = models.read_config(experiment.setup.source)
-    setup, builders, runs, manifest = planned(experiment, config)
+    source = experiment.setup.source
+    config, tokenizer = models.read_config(source), models.load_tokenizer(source)
+    setup, builders, runs, manifest = planned(experiment, config, tokenizer)
     with Records(directory, manifest | {"shard": shard}, command, restart=restart) as records:
-        tokenizer = models.load_tokenizer(setup.source)
         prompts, bad = build(setup, builders, tokenizer, config)
         records.set_bad(bad)
         if bad:

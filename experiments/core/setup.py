@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import pathlib
 from collections.abc import Mapping, Sequence, Sized
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from tqdm import tqdm
 
@@ -50,18 +50,20 @@ class Planned(NamedTuple):
     manifest: dict[str, Any]
 
 
-def planned(experiment: Experiment, config: Any) -> Planned:
+def planned(experiment: Experiment, config: Any, tokenizer: Any) -> Planned:
     """Finds the tasks, policies and baselines of an experiment.
 
     Args:
       experiment: what to run.
       config: of its model.
+      tokenizer: the model's.
 
     Raises:
       ValueError: what `find_builders` and `runs_of` refuse.
     """
     experiment = with_baselines(experiment, config)
-    setup, each = experiment.setup, [experiment, *_baselines(experiment)]
+    setup = dataclasses.replace(experiment.setup, template=rendering(experiment.setup, tokenizer))
+    each = [experiment, *_baselines(experiment)]
     builders, runs = find_builders(setup), runs_of(each, setup)
     options, origins = {e.name: e.options for e in each}, {e.name: e.origin for e in each}
     policies = []
@@ -100,7 +102,6 @@ def find_builders(setup: Setup) -> dict[str, Builder]:
             metrics=setup.metrics or (),
             max_new_tokens=setup.max_new_tokens,
             truncate=setup.truncate,
-            chat=setup.chat,
             most=setup.examples,
         )
         for source in setup.data
@@ -165,15 +166,12 @@ def build(
       ValueError: no row that can be asked, a chat without a template, a metric that lacks something, or beams for a
         task that scores text.
     """
-    if setup.chat and getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(f"--chat needs a chat template, which the tokenizer of {setup.model} has not; leave it out")
-
     text = "" if setup.text is None else read_text(setup.text)
     most = config.max_position if config.learned_positions else None
     room = config.max_position if setup.max_length is None else setup.max_length
     room = room if most is None else min(room, most)
-    given = {"limit": room, "answer": setup.answer}
-    of_seed = [dataclasses.replace(task_of(tokenizer, setup.length, s, text), **given) for s in setup.seeds]
+    given, chat = {"limit": room, "answer": setup.answer}, rendering(setup, tokenizer) == "chat"
+    of_seed = [dataclasses.replace(task_of(tokenizer, setup.length, s, text, chat), **given) for s in setup.seeds]
     rows: list[Prompt] = []
     bad: list[dict[str, Any]] = []
     todo = [
@@ -197,6 +195,12 @@ def build(
     for metric in {q.metric for row in rows for q in row.example.questions if not q.continuation}:
         metrics.find(metric)
     return rows, bad
+
+
+def rendering(setup: Setup, tokenizer: Any) -> Literal["chat", "raw"]:
+    """How the model of a setup is asked: "chat" or "raw"."""
+    has = getattr(tokenizer, "chat_template", None) is not None
+    return setup.template if setup.template != "auto" else "chat" if has else "raw"
 
 
 def _built(name: str, builder: Builder, task: Task, index: int, most: int | None) -> Example:

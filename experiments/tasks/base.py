@@ -6,7 +6,7 @@ import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, runtime_checkable
+from typing import Any, Final, Literal, TypeVar, runtime_checkable
 from typing import Protocol as Interface
 
 import numpy as np
@@ -16,6 +16,8 @@ from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import corpus
 from kvjax.experiments.core import metrics
 
+MARK: Final = "\ue000\ue001\ue000"
+"""Stands in a chat where the context ends; private characters, which no text has."""
 Protocol = Literal["in_prompt", "after_compression"]
 Tokens = tuple[int, ...]
 S = TypeVar("S")
@@ -110,7 +112,7 @@ class Task:
 
     Attributes:
       encode: text to token ids, without special tokens.
-      bos: ids that start every context.
+      bos: ids that start every text.
       length: tokens of a prompt, at most; where a task counts them, with the answer's.
       seed: of the whole run.
       text: a text of one's own, which facts are hidden in and whose likelihood is asked for; if empty, the project's
@@ -118,6 +120,8 @@ class Task:
       tokenizer: where `encode` is from, for builders that need more of it.
       limit: tokens of context, question and answer together that the model has room for; None for any number.
       answer: tokens of an answer, at most, where a task allows more; None for what tasks say.
+      chat: what a chat template writes before a message of the user's, BOS included, and from there to where the
+        answer begins; None asks in plain text.
       rows: rows of one's own, each with the fields that its task names.
     """
 
@@ -129,11 +133,21 @@ class Task:
     tokenizer: Any = None
     limit: int | None = None
     answer: int | None = None
+    chat: tuple[Tokens, Tokens] | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
 
     def rng(self, name: str, index: int) -> np.random.Generator:
         """A generator of its own for every example."""
         return np.random.default_rng([self.seed, zlib.crc32(name.encode()), index])
+
+    @property
+    def begin(self) -> Tokens:
+        """Token ids that start a context of which something is asked: BOS, or a chat up to the user's message."""
+        return self.bos if self.chat is None else self.chat[0]
+
+    def ask(self, question: Sequence[int], begun: Sequence[int] = ()) -> Tokens:
+        """Token ids of a question, and how its answer begins, which in a chat is in the model's turn."""
+        return (*question, *(() if self.chat is None else self.chat[1]), *begun)
 
     def ids(self, words: Sequence[str]) -> Tokens:
         """Token ids of a sentence in running text, with the space before it where the tokenizer adds none."""
@@ -180,7 +194,7 @@ class Task:
     def fill(
         self, rng: np.random.Generator, index: int, length: int, inserts: Sequence[tuple[float, Sequence[str]]]
     ) -> Tokens:
-        """A context of `length` tokens: BOS, then running text with `inserts` at relative places in [0, 1].
+        """A context of `length` tokens: its `begin`, then running text with `inserts` at relative places in [0, 1].
 
         Of one's own text that is the passage of the example `index`, whose last sentence is cut where there is no more
         room; else whole sentences of the project's, at random.
@@ -189,7 +203,7 @@ class Task:
           ValueError: inserts that leave no room.
         """
         placed = [(place, self.ids(words)) for place, words in inserts]
-        room = length - len(self.bos) - sum(len(ids) for _, ids in placed)
+        room = length - len(self.begin) - sum(len(ids) for _, ids in placed)
         if room < 0:
             raise ValueError(
                 f"{len(inserts)} facts need {length - room} tokens, but the question leaves {length} of length="
@@ -204,7 +218,7 @@ class Task:
             room -= len(sentence)
         parts = [((i + 0.5) / max(len(found), 1), s) for i, s in enumerate(found)]
         ordered = sorted([*parts, *placed], key=lambda part: part[0])
-        return self.bos + tuple(t for _, ids in ordered for t in ids)
+        return self.begin + tuple(t for _, ids in ordered for t in ids)
 
     def _filler(self, rng: np.random.Generator, index: int) -> Iterator[Tokens]:
         """Sentences without end: those of one's own text from a passage on, which begins again, or the project's."""
@@ -225,15 +239,42 @@ def sentences(text: str) -> tuple[str, ...]:
     return tuple(s for part in _SENTENCE_END.split(text) if (s := part.strip()))
 
 
-def task_of(tokenizer: Any, length: int, seed: int, text: str = "") -> Task:
-    """What builders need, of a tokenizer."""
+def task_of(tokenizer: Any, length: int, seed: int, text: str = "", chat: bool = False) -> Task:
+    """What builders need, of a tokenizer; within its chat template where `chat` says so.
+
+    Raises:
+      ValueError: no chat template, or one that refuses a message or writes it several times.
+    """
     bos = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
 
     def encode(text: str) -> Sequence[int]:
         check_whole_text("text", text)
         return tokenizer(text, add_special_tokens=False).input_ids
 
-    return Task(encode, bos, length, seed, text, tokenizer)
+    task = Task(encode, bos, length, seed, text, tokenizer)
+    if not chat:
+        return task
+    before, after = in_chat(tokenizer, MARK)
+    return dataclasses.replace(task, chat=(tuple(encode(before)), tuple(encode(after))))
+
+
+def in_chat(tokenizer: Any, message: str) -> tuple[str, str]:
+    """What a chat template writes before and after the `MARK` in a user's message, to where the model's turn begins.
+
+    Raises:
+      ValueError: no template, or one that refuses the message or writes it several times.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("the tokenizer has no chat template; give --template raw")
+    chat = [{"role": "user", "content": message}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as e:  # a template is code of the model's authors, and raises what it likes
+        raise ValueError(f"the chat template refuses the message: {e}") from e
+    before, *after = text.split(MARK)
+    if len(after) != 1:
+        raise ValueError(f"the chat template writes a message {len(after)} times; give --template raw")
+    return before, after[0]
 
 
 @runtime_checkable

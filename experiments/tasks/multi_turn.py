@@ -14,7 +14,8 @@ from kvjax.experiments.tasks.text import check_room, most_that_fit
 
 TURNS = 5
 _KEY_VALUE_TASK = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
-_KEY_VALUE_QUESTION = '\n\nKey: "{key}"\nThe value associated with the specified key is:'
+_KEY_VALUE_QUESTION = '\n\nKey: "{key}"'
+_KEY_VALUE_BEGUN = "\nThe value associated with the specified key is:"
 _FEWEST_TOKENS = 4  # of a pair of UUIDs
 
 
@@ -33,7 +34,7 @@ def multi_turn(task: Task, index: int, *, facts: int = 16, turns: int = TURNS) -
     questions = []
     for i in rng.permutation(facts)[:turns]:
         value = " ".join(values[i])
-        ids = task.ids(corpus.question(asked, [names[i]]))
+        ids = task.ask(task.ids(corpus.question(asked, [names[i]])))
         questions.append(Question(ids, references=(value,), max_new_tokens=len(task.encode(value)) + 2))
     places = rng.uniform(size=facts)
     inserts = [(p, corpus.fact(stated, n, v)) for p, n, v in zip(places, names, values, strict=True)]
@@ -54,12 +55,12 @@ def multi_turn_key_value(task: Task, index: int, *, turns: int = TURNS) -> Examp
     count = max(task.length // _FEWEST_TOKENS, turns)
     drawn = [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(2 * count)]
     keys, values = drawn[:count], drawn[count:]
-    ask = lambda key: tuple(task.encode(_KEY_VALUE_QUESTION.format(key=key)))
+    ask = lambda key: task.ask(task.encode(_KEY_VALUE_QUESTION.format(key=key)), task.encode(_KEY_VALUE_BEGUN))
     longest = max(len(ask(key)) for key in keys[:64])
 
     def context(pairs: int) -> Tokens:
         table = json.dumps(dict(zip(keys[:pairs], values[:pairs], strict=True)), indent=1)
-        return (*task.bos, *task.encode(_KEY_VALUE_TASK + table))
+        return (*task.begin, *task.encode(_KEY_VALUE_TASK + table))
 
     size = lambda pairs: len(context(pairs)) + longest
     check_room("multi_turn_key_value", task, size(turns), f"{turns} pairs and a question")

@@ -28,20 +28,23 @@ class Needle:
 
     Attributes:
       fact: the sentence that is hidden.
-      question: what follows the text, up to where the answer begins.
+      question: what follows the text.
+      begun: how the answer begins.
       references: what a right answer holds.
       max_new_tokens: of an answer.
     """
 
     fact: str
     question: str
+    begun: str
     references: tuple[str, ...]
     max_new_tokens: int
 
 
 SANDWICH = Needle(
     "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.",
-    "\n\nQuestion: What is the best thing to do in San Francisco?\nAnswer:",
+    "\n\nQuestion: What is the best thing to do in San Francisco?",
+    "\nAnswer:",
     ("eat a sandwich", "sit in Dolores Park", "sunny day"),
     50,
 )
@@ -91,7 +94,8 @@ def needle_number(
     asked = f"special magic number for {city} mentioned in the provided text"
     hidden = Needle(
         f"One of the special magic numbers for {city} is: {number}.",
-        f"\nWhat is the {asked}? The {asked} is",
+        f"\nWhat is the {asked}?",
+        f" The {asked} is",
         (number,),
         32,
     )
@@ -115,12 +119,13 @@ def two_instructions(task: Task, index: int) -> Example:
     cities = [CITIES[i] for i in rng.permutation(len(CITIES))[:2]]
     answers = {city: str(rng.integers(10**6, 10**7)) for city in cities}
     rules = " ".join(f"Whenever the word {c} comes up, say the number {n}." for c, n in answers.items())
-    asked = [tuple(task.encode(f"\n\nNow the word {c} comes up. You say the number")) for c in cities]
+    begun = task.encode(" You say the number")
+    asked = [task.ask(task.encode(f"\n\nNow the word {c} comes up."), begun) for c in cities]
     found = haystack(task, "two_instructions", index, task.length, cities)
     longest = max(map(len, asked))
 
     def context(count: int) -> Tokens:
-        return (*task.bos, *task.encode("\n\n".join((rules, " ".join(found[:count])))))
+        return (*task.begin, *task.encode("\n\n".join((rules, " ".join(found[:count])))))
 
     size = lambda count: len(context(count)) + longest
     check_room("two_instructions", task, size(1), "two instructions, a sentence of the text and a question")
@@ -142,12 +147,12 @@ def _hide(
     row, column = grid(index, len(lengths), len(depths))
     length, depth = lengths[row], depths[column]
     length = length if isinstance(length, int | np.integer) else round(length * task.length)
-    question = tuple(task.encode(hidden.question))
+    question = task.ask(task.encode(hidden.question), task.encode(hidden.begun))
     found = haystack(task, name, index, length, hidden.references)
 
     def context(count: int) -> Tokens:
         before = _before(found[:count], depth)
-        return (*task.bos, *task.encode(" ".join((*found[:before], hidden.fact, *found[before:count]))))
+        return (*task.begin, *task.encode(" ".join((*found[:before], hidden.fact, *found[before:count]))))
 
     size = lambda count: len(context(count)) + len(question)
     sized = dataclasses.replace(task, length=length)
@@ -155,7 +160,7 @@ def _hide(
     count = most_that_fit(size, length, least=0, most=len(found))
     check_enough(name, sized, count, found, size(count), "sentences of the text")
     before = found[: _before(found[:count], depth)]
-    start, end = (len(task.bos) + len(task.encode(" ".join(text))) for text in (before, (*before, hidden.fact)))
+    start, end = (len(task.begin) + len(task.encode(" ".join(text))) for text in (before, (*before, hidden.fact)))
     meta = {"length": length, "depth": depth, "needle_at": start, "needle_tokens": end - start}
     asked = Question(
         question,

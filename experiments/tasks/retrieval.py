@@ -39,7 +39,7 @@ def _asked(
         places = rng.uniform() + rng.permutation(count) * 1e-9
     else:
         places = rng.uniform(size=count) if depth is None else np.array([depth])
-    question = task.ids(corpus.question(asked, names[:queries]))
+    question = task.ask(task.ids(corpus.question(asked, names[:queries])))
     inserts = [(p, corpus.fact(stated, n, v)) for p, n, v in zip(places, names, values, strict=True)]
     context = task.fill(rng, index, length - len(question), inserts)
     first, *others = (" ".join(v) for v in values[:queries])

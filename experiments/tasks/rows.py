@@ -18,7 +18,18 @@ from typing import Any, Final, Literal
 
 from kvjax.drivers.text import check_whole_text, encode
 from kvjax.experiments.core import metrics
-from kvjax.experiments.tasks.base import BadRow, Builder, Example, Question, Task, Tokens, example, sentences
+from kvjax.experiments.tasks.base import (
+    MARK,
+    BadRow,
+    Builder,
+    Example,
+    Question,
+    Task,
+    Tokens,
+    example,
+    in_chat,
+    sentences,
+)
 from kvjax.experiments.tasks.text import check_enough, check_room, cut_middle, haystack, most_that_fit
 from kvjax.models.sources import local_path
 
@@ -27,7 +38,6 @@ Truncate = Literal["none", "left", "middle"]
 DOCUMENT: Final = ("article", "document", "report", "dialogue", "context")
 SUMMARY: Final = ("highlights", "summary", "answers")
 _HUB: Final = re.compile(r"([\w.-]+/[\w.-]+):([\w.\[\]%:-]+)")
-_MARK: Final = "\ue000\ue001\ue000"  # stands in a chat where the context ends; private characters, which no text has
 
 # --- rows of one's own ---
 
@@ -56,7 +66,6 @@ class Rows:
       rows: number of the line, and what stands there: its bytes, or an object.
       max_new_tokens: of rows that do not say.
       truncate: what is left out of a context that is too long: its beginning, its middle, or nothing ("none").
-      chat: ask within the tokenizer's chat template, in one message of the user.
       metrics: path.py:function of each whose code rows may name.
     """
 
@@ -65,7 +74,6 @@ class Rows:
     rows: tuple[tuple[int, Any], ...] = dataclasses.field(repr=False)
     max_new_tokens: int = 64
     truncate: Truncate = "none"
-    chat: bool = False
     metrics: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __len__(self) -> int:
@@ -108,7 +116,7 @@ class Rows:
         line, fields = self.rows[index][0], _checked(row)
         if "id" in fields and (first := self._first_lines[str(fields["id"])]) != line:
             raise ValueError(f"id={fields['id']!r:.60} is that of line {first}; give every row one of its own")
-        text, rest = self._texts(fields, task.tokenizer)
+        text, rest = self._texts(fields, task)
         most = fields.get("max_new_tokens", self.max_new_tokens)
         check_whole_text("question or answer_prefix", rest)
         ids = tuple(task.tokenizer(rest, add_special_tokens=False).input_ids)
@@ -126,24 +134,17 @@ class Rows:
         named["same_context"] = f"{zlib.crc32(text.encode()):08x}"  # rows that share one are not independent
         return example(self.name, index, context, question, **named)
 
-    def _texts(self, fields: Mapping[str, Any], tokenizer: Any) -> tuple[str, str]:
+    def _texts(self, fields: Mapping[str, Any], task: Task) -> tuple[str, str]:
         """The text that a cache is compressed after, and the one that follows it."""
         context, question, prefix = fields["context"], fields["question"], fields.get("answer_prefix", "")
         context += "" if context[-1].isspace() else "\n\n"
         gap = "" if not question or question[-1].isspace() else "\n"
-        if not self.chat:
+        if task.chat is None:
             return context, question + gap + prefix
-        if _MARK in context + question:
-            raise ValueError(f"the text has the private characters {_MARK!r}, which mark where a context ends")
-        message = {"role": "user", "content": context + _MARK + question}
-        try:
-            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-        except Exception as e:  # a template is code of the model's authors, and raises what it likes
-            raise ValueError(f"the chat template refuses the row: {e}") from e
-        before, *after = text.split(_MARK)
-        if len(after) != 1:
-            raise ValueError(f"the chat template writes a message {len(after)} times; leave --chat out")
-        return before, after[0] + prefix
+        if MARK in context + question:
+            raise ValueError(f"the text has the private characters {MARK!r}, which mark where a context ends")
+        before, after = in_chat(task.tokenizer, context + MARK + question)
+        return before, after + prefix
 
     def _fitted(self, context: Sequence[int], others: int, task: Task) -> Tokens:
         """The context, less what does not fit beside `others` tokens of question and answer."""
@@ -192,7 +193,7 @@ def load_rows(source: str, *, most: int | None = None, **how: Any) -> Rows:
       source: a file of JSON lines, or of one JSON value (.json); or "owner/name:split" of the hub, or a directory of a
         data set, as `datasets.load_dataset` takes them (extra `data`).
       most: so many rows, the first ones; all if None.
-      **how: `max_new_tokens`, `truncate`, `chat` and `metrics`, as of `Rows`.
+      **how: `max_new_tokens`, `truncate` and `metrics`, as of `Rows`.
 
     Raises:
       ValueError: neither a file nor a data set, one without rows, or `datasets` that is missing or fails.
@@ -368,8 +369,8 @@ def summarise(task: Task, index: int, *, max_new_tokens: int = 128, num_beams: i
     """
     row = row_of("summarise", task, index)
     document, references = task.encode(row.text(*DOCUMENT)), row.answers(*SUMMARY)
-    before = (*task.bos, *task.encode("Summarize the following text.\n\nText:\n"))
-    question = tuple(task.encode("\n\nSummary:"))
+    before = (*task.begin, *task.encode("Summarize the following text.\n\nText:\n"))
+    question = task.ask((), task.encode("\n\nSummary:"))
     check_room("summarise", task, len(before) + len(question) + 2, "instruction and a document of two tokens")
     kept = cut_middle(document, task.length - len(before) - len(question))
     asked = Question(
@@ -390,8 +391,8 @@ def reconstruction(task: Task, index: int) -> Example:
     Raises:
       ValueError: no such row, a length that holds no sentence, or a text that is too short.
     """
-    before = (*task.bos, *task.encode("Text:\n"))
-    question = tuple(task.encode("\n\nRepeat the text above, word for word.\n\nText:\n"))
+    before = (*task.begin, *task.encode("Text:\n"))
+    question = task.ask(task.encode("\n\nRepeat the text above, word for word."), task.encode("\n\nText:\n"))
     room = task.length - len(before) - len(question)
     if task.rows:
         found = sentences(row_of("reconstruction", task, index).text(*DOCUMENT))

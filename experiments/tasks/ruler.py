@@ -39,11 +39,16 @@ Kind = Literal["words", "numbers", "uuids"]
 
 
 class Template(NamedTuple):
-    """What is written before a haystack and after it, with the beginning of the answer, and the answer's new tokens."""
+    """What is written before a haystack and after it, how the answer begins, and the answer's new tokens."""
 
     before: str
     question: str
+    begun: str
     answer: int
+
+    def asked(self, **given: Any) -> tuple[str, str]:
+        """The question and how its answer begins, with what is asked for."""
+        return self.question.format(**given), self.begun.format(**given)
 
 
 class Hidden(NamedTuple):
@@ -65,33 +70,34 @@ TEMPLATES: Final = {
     "niah": Template(
         "{some} special magic {kind} {be} hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the {kind} afterwards.\n",
-        "\nWhat {what} the {asked}? The {asked} {be}",
+        "\nWhat {what} the {asked}?",
+        " The {asked} {be}",
         128,
     ),
     "vt": Template(
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
-        "\nQuestion: Find all variables that are assigned the value {value} in the text above. Answer: According to "
-        "the chain(s) of variable assignment in the text above, {count} variables are assgined the value {value}, "
-        "they are: ",
+        "\nQuestion: Find all variables that are assigned the value {value} in the text above.",
+        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assgined "
+        "the value {value}, they are: ",
         30,
     ),
     "cwe": Template(
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
         "that appear most often.\n",
-        "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most "
-        "often in the list are:",
+        "\nQuestion: What are the 10 most common words in the above list?",
+        " Answer: The top 10 words that appear most often in the list are:",
         120,
     ),
     "fwe": Template(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
         "appeared coded words. ",
         "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
-        "frequently appeared words in the above coded text? Answer: According to the coded text above, the three most "
-        "frequently appeared words are:",
+        "frequently appeared words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:",
         50,
     ),
     "qa": Template(
-        f"{_GIVEN}\n\nThe following are given documents.\n\n", f"\n\n{_GIVEN}\n\nQuestion: {{question}} Answer:", 32
+        f"{_GIVEN}\n\nThe following are given documents.\n\n", f"\n\n{_GIVEN}\n\nQuestion: {{question}}", " Answer:", 32
     ),
 }
 HIDDEN: Final = {
@@ -115,7 +121,7 @@ def _fitted(
     task: Task,
     index: int,
     text: Callable[[int, np.random.Generator], str],
-    question: str,
+    asked: tuple[str, str],
     references: Sequence[str],
     *,
     needs: str,
@@ -133,11 +139,11 @@ def _fitted(
     `shared` by examples. Errors name what the least one `needs`,
     and its `units` where all that there are would fit, if they are limited.
     """
-    ids, answer = tuple(task.encode(question)), TEMPLATES[name.partition("_")[0]].answer
+    ids, answer = task.ask(*map(task.encode, asked)), TEMPLATES[name.partition("_")[0]].answer
     answer = min(answer, task.answer or answer)
 
     def context(count: int) -> Tokens:
-        return (*task.bos, *task.encode(text(count, task.rng(f"{name}/places", index))))
+        return (*task.begin, *task.encode(text(count, task.rng(f"{name}/places", index))))
 
     size = lambda count: len(context(count)) + len(ids) + answer
     check_room(name, task, size(least), f"{needs} and {answer} tokens of answer")
@@ -146,9 +152,9 @@ def _fitted(
         check_enough(name, task, count, range(most), size(count), units)
     while not clear(count):
         count -= 1
-    asked = Question(ids, references=tuple(references), metric=metric, max_new_tokens=answer)
     meta |= task.shared(index) if shared else {}
-    return example(name, index, context(count), asked, length=float(task.length), **meta)
+    question = Question(ids, references=tuple(references), metric=metric, max_new_tokens=answer)
+    return example(name, index, context(count), question, length=float(task.length), **meta)
 
 
 def _named(name: str, about: str, build: Callable[[str, Task, int], Example]):
@@ -199,7 +205,7 @@ def _niah(name: str, task: Task, index: int) -> Example:
     be, what, some = ("is", "is", "A") if one else ("are", "are all", "Some")
     how, asked = TEMPLATES["niah"], _ASKED.format(kind=kind, keys=listed)
     before = how.before.format(some=some, kind=kind, be=be)
-    question = how.question.format(what=what, asked=asked, be=be)
+    question = how.asked(what=what, asked=asked, be=be)
     references, least = [v for i in chosen for v in values[i]], len(needles)
     join, hide, unit = (" ", _among, "words of the text") if s.haystack == "text" else ("\n", _before, "sentences")
     text = lambda count, places: before + join.join(hide(units[:count], needles, places))
@@ -284,8 +290,8 @@ def vt(task: Task, index: int) -> Example:
     shown, shown_chain, shown_value = _chain(rng, letters=3)
     names, chain, value = _chain(rng, letters=5)
     how, noises = TEMPLATES["vt"], 10 if task.length >= FULL else HOPS + 1
-    asked = lambda value: how.question.format(value=value, count=HOPS + 1)
-    before = f"{_tracked(noises, shown_chain, rng)}{asked(shown_value)} {' '.join(shown)}\n\n\n\n"
+    asked = lambda value: how.asked(value=value, count=HOPS + 1)
+    before = f"{_tracked(noises, shown_chain, rng)}{''.join(asked(shown_value))} {' '.join(shown)}\n\n\n\n"
     return _fitted(
         "vt", task, index, lambda count, places: before + _tracked(count, chain, places), asked(value), names,
         needs="a worked example, the chain, question", least=len(chain), most=task.length,
@@ -330,10 +336,10 @@ def cwe(task: Task, index: int) -> Example:
     shown = _numbered(example_words, *((10, 3) if full else (3, 1)), rng)
     answer = " ".join(f"{i + 1}. {w}" for i, w in enumerate(example_words[:COMMON]))
     how, (often, seldom) = TEMPLATES["cwe"], (30, 3) if full else (6, 1)
-    before = f"{how.before}{shown}{how.question}{answer}\n{how.before}"
+    before = f"{how.before}{shown}{how.question}{how.begun}{answer}\n{how.before}"
     return _fitted(
         "cwe", task, index, lambda count, places: before + _numbered(drawn[:count], often, seldom, places),
-        how.question, drawn[:COMMON], least=COMMON + 1, most=len(drawn), units="words",
+        how.asked(), drawn[:COMMON], least=COMMON + 1, most=len(drawn), units="words",
         needs=f"a worked example, {COMMON} common words and another, question",
     )  # fmt: skip
 
@@ -365,7 +371,7 @@ def fwe(task: Task, index: int) -> Example:
 
     clear = lambda total: all(np.diff(counts(total)[1 : FREQUENT + 2]) < 0)
     return _fitted(
-        "fwe", task, index, text, how.question, vocabulary[1 : FREQUENT + 1], clear=clear,
+        "fwe", task, index, text, how.asked(), vocabulary[1 : FREQUENT + 1], clear=clear,
         needs="words of clear frequencies, question", least=next(t for t in range(1, 1000) if clear(t)),
         most=task.length,
     )  # fmt: skip
@@ -401,7 +407,7 @@ def _qa(name: str, task: Task, index: int) -> Example:
         return how.before + "\n\n".join(f"Document {n}:\n{ordered[place]}" for n, place in numbered)
 
     return _fitted(
-        name, task, index, text, how.question.format(question=asked), references, needs=f"row {index}, its question",
+        name, task, index, text, how.asked(question=asked), references, needs=f"row {index}, its question",
         least=len(own), most=len(ordered), units="documents", metric="contains", same_context=same,
     )  # fmt: skip
 
