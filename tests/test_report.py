@@ -304,3 +304,23 @@ def test_runs_of_one_name_are_told_apart_by_their_paths_and_shards_are_one_run(t
     pd.testing.assert_frame_equal(whole.drop(columns="runs"), sharded.drop(columns="runs"), rtol=1e-14)
     missing = report.write(parts[:2], tmp_path / "page", "")
     assert {*missing[missing["task"] != "average"]["n"]} == {6}
+
+
+def test_a_page_says_what_prompts_were(tmp_path):
+    """Tokens, the text and its digest, the template, and contexts that examples share; of older runs, too."""
+    make_run(tmp_path / "run", text="data/some.txt", template="chat")
+    file, samples = tmp_path / "run" / "manifest.json", tmp_path / "run" / "samples.jsonl"
+    file.write_text(file.read_text().replace('"text": null', '"text": "0123456789abcdef"'))
+    lines = [json.loads(x) for x in samples.read_text().splitlines()]
+    lines = [x | {"context": f"passage/{x['index'] // 2}", "prompt_tokens": 100 + x["index"]} for x in lines]
+    samples.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    report.write([tmp_path / "run"], tmp_path / "page", "report.py")
+    assert (
+        "Prompts have 100 to 107 tokens, 104 on average; they are asked within the model's chat template; the text is "
+        "some.txt, whose SHA-256 begins with 0123456789abcdef; 24 examples have 4 contexts, which intervals and tests "
+        "draw whole."
+    ) in (tmp_path / "page" / "report.md").read_text()
+    settings = [{"model": "x", "protocol": "in_prompt", **how} for how in ({"chat": False}, {"template": "raw"})]
+    make_run(tmp_path / "old", chat=False)
+    assert {run.setup["template"] for run in sources.read([tmp_path / "old"]).runs} == {"raw"}
+    assert len({sources.setting_of(s | {"template": "raw"}) for s in settings}) == 1

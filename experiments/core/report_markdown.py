@@ -41,7 +41,7 @@ def text(shown: Sequence[views.View], found: Found, output: pathlib.Path, comman
 def _setting(view: views.View) -> Iterator[str | Table]:
     """Its scores, what they are, and what they cost."""
     yield from (f"## {escaped(view.name)}", views.scores(view))
-    yield from (escaped(note) for note in (view.average, views.whole(view.numbers)) if note)
+    yield from (escaped(note) for note in (view.average, view.prompts, views.whole(view.numbers)) if note)
     kinds = {c["kind"] for c in view.numbers}
     if kinds & {"score", "nll"} and len(view.lines) > 1:
         scored = "Average score" if AVERAGE in view.tasks else "Mean score"

@@ -14,7 +14,18 @@ from kvjax.experiments.core.records import Key, read_bad, read_lines, read_manif
 from kvjax.pallas_kernels.kinds import kind_of
 
 # What a setup holds that no number depends on, or that tasks and policies are told apart by.
-_ASIDE = ("examples", "data", "metrics", "baselines", "baseline_budget", "task_budget", "block", "reads", "batch_size")
+_ASIDE = (
+    "chat",
+    "examples",
+    "data",
+    "metrics",
+    "baselines",
+    "baseline_budget",
+    "task_budget",
+    "block",
+    "reads",
+    "batch_size",
+)
 
 
 _NUMBER, _TEXT = float | None, str | None
@@ -35,6 +46,7 @@ class Run:
       setup: what it has in common with runs that it can be compared with; empty for what other scripts made.
       setting: where its numbers stand.
       options: by method, those that are not the defaults of `kvjax.methods`.
+      text: the file that facts were hidden in, and its digest; empty where there was none.
     """
 
     name: str
@@ -44,6 +56,7 @@ class Run:
     setup: dict[str, Any] = dataclasses.field(default_factory=dict)
     setting: str = ""
     options: dict[str, str] = dataclasses.field(default_factory=dict)
+    text: str = ""
 
 
 @dataclasses.dataclass
@@ -153,8 +166,14 @@ def _run(directory: pathlib.Path) -> Found:
     if lost:
         raise ValueError(f"not finished: {lost} of {planned} examples are missing; run it again")
     run = Run(directory.name, directory / "manifest.json", directory / "samples.jsonl", _made(manifest, bad))
-    run.setup = config["setup"] | {name: config.get(name) for name in ("checkpoint", "tasks", "text")}
+    run.setup = (
+        {"template": "chat" if setup.get("chat") else "raw"}
+        | setup
+        | {name: config.get(name) for name in ("checkpoint", "tasks", "text")}
+    )
     run.setting = setting_of(run.setup)
+    if setup.get("text"):
+        run.text = f"{pathlib.PurePath(setup['text']).name}, whose SHA-256 begins with {config.get('text')}"
     run.options = {p["method"]: str(p["options"]) for p in policies if "options" in p}
     block = "" if setup.get("block") is None else f", prompts in blocks of {setup['block']}"
     policy = {(p["method"], p["budget"]): p["policy"] + block * (p["method"] != "full") for p in policies}

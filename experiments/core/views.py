@@ -17,7 +17,7 @@ import pandas as pd
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import table
 from kvjax.experiments.core.page import Cell, Name, Table, cell, difference, scored
-from kvjax.experiments.core.sources import Found
+from kvjax.experiments.core.sources import Found, Run
 from kvjax.experiments.core.table import AVERAGE, NUMBER, has_budget, is_full
 
 MARK: Final = "kvjax experiments/report.py"
@@ -47,12 +47,14 @@ class View:
       tasks: columns, the average first.
       lines: (method, budget, number by task), the full cache first, then the largest budget, then the best.
       rows: its examples.
+      prompts: what they were asked in.
     """
 
     name: str
     tasks: list[str]
     lines: list[tuple[str, str, dict[str, Number]]]
     rows: pd.DataFrame
+    prompts: str
 
     @property
     def numbers(self) -> list[Number]:
@@ -112,8 +114,25 @@ def views(numbers: pd.DataFrame, found: Found) -> list[View]:
             of_policy.setdefault((c["method"], c["budget"]), {})[c["task"]] = known
         lines = [(m, b, of) for (m, b), of in sorted(of_policy.items(), key=lambda item: _rank(item[1]))]
         rows = table.examples(found.lines[found.lines["setting"] == setting])
-        made.append(View(_name(json.loads(str(setting)), settings), tasks, lines, rows))
+        name, runs = _name(json.loads(str(setting)), settings), {run.name: run for run in found.runs}
+        made.append(View(name, tasks, lines, rows, _prompts(rows, runs)))
     return made
+
+
+def _prompts(rows: pd.DataFrame, runs: Mapping[str, Run]) -> str:
+    """Tokens of prompts as they came out, how they were asked and of which text, and how many share theirs."""
+    full = rows[rows["method"].map(is_full)].dropna(subset=["prompt_tokens"])
+    if full.empty:
+        return ""
+    tokens, run = full["prompt_tokens"], runs[full["run"].iloc[0]]
+    said = f"Prompts have {tokens.min():,.0f} to {tokens.max():,.0f} tokens, {tokens.mean():,.0f} on average"
+    how = {"chat": "within the model's chat template", "raw": "in plain text"}.get(str(run.setup.get("template")))
+    said += f"; they are asked {how}" if how else ""
+    said += f"; the text is {run.text}" if run.text else ""
+    examples, contexts = len(full), full["context"].nunique()
+    if contexts < examples:
+        said += f"; {examples} examples have {contexts} contexts, which intervals and tests draw whole"
+    return f"{said}."
 
 
 def _rank(of: dict[str, Number]) -> tuple[bool, float, float]:
