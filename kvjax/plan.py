@@ -25,12 +25,14 @@ class Plan:
       infos: the shape of every layer.
       capacities: slots of a head in every layer, or of all its heads in a pool: multiples of 8, as kernels read them,
         and of 16 where layers differ, so that one program compacts several.
+      fitted: whether slots are those that tokens of a prompt need, and not all that the budgets might (`State.fit`).
     """
 
     policy: Policy
     layers: tuple[Policy, ...]
     infos: tuple[LayerInfo, ...]
     capacities: tuple[int, ...]
+    fitted: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -117,6 +119,17 @@ def make_plan(
     return planned(policy, infos_of(config, policy, width, max_new_tokens), lengths)[0]
 
 
+def fitted(plan: Plan, need: Sequence[Size]) -> Plan:
+    """The plan with so many slots in each layer, or few more: an eighth at most, so that runs share programs."""
+
+    def rounded(n: int) -> int:
+        step = max(_STEP, 1 << max((n - 1).bit_length() - 3, 0))
+        return -(-n // step) * step
+
+    capacities = tuple(min(rounded(int(n)), most) for n, most in zip(need, plan.capacities, strict=True))
+    return dataclasses.replace(plan, capacities=capacities, fitted=True)
+
+
 def sharing(plans: Iterable[Plan]) -> list[Plan]:
     """The plans with more slots, so that those that differ in slots alone are equal and share programs."""
     plans, most = [*plans], dict[Plan, tuple[int, ...]]()
@@ -176,7 +189,7 @@ def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...]) -> None:
             "the plan is that of another policy or another run: fields other than budgets, the prompts' width or "
             "max_new_tokens differ; make the plan from the same policy with a larger budget"
         )
-    if short := [i for i in range(len(need)) if need[i] > plan.capacities[i]]:
+    if not plan.fitted and (short := [i for i in range(len(need)) if need[i] > plan.capacities[i]]):
         raise ValueError(
             f"layer {short[0]} needs {need[short[0]]} slots, but the plan has {plan.capacities[short[0]]}; make the "
             "plan from the largest budget that will run under it"

@@ -147,3 +147,39 @@ def test_rounded_sizes_may_end_beyond_learned_positions():
     params, how = jax.jit(model.init)(jax.random.key(0)), {"max_new_tokens": 4, "lengths": [20, 9]}
     exact, rounded = (kvjax.generate(model, params, TOKENS[:, :20], buckets=x, **how) for x in (False, True))
     np.testing.assert_array_equal(exact.tokens, rounded.tokens)
+
+
+FITTED = {"lava", "ada_snapkv", "h2o_pooled", "keyformer"}
+
+
+@table.rows(FITTED)
+def test_a_state_that_is_fitted_goes_on_as_it_was(case, tiny):
+    """With the slots alone that its tokens need and those to come, after the prompt and in the midst of decoding."""
+    policy = case.make(case.budget, width=tiny[0].config.embed_dim)
+    how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": NEW + 40}
+    logits, state = kvjax.prefill(*tiny, TOKENS, **how)
+    fitted = state.fit()
+    for one, other in zip(fitted.layers, state.layers, strict=True):
+        assert live_positions(one) == live_positions(other)
+        assert one.nbytes <= other.nbytes
+    wanted, found = (kvjax.generate_from(*tiny, logits, s, max_new_tokens=NEW) for s in (state, fitted))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    again = found.state.fit()
+    assert again.plan.num_slots <= fitted.plan.num_slots <= state.plan.num_slots
+    for one, other in zip(again.layers, wanted.state.layers, strict=True):
+        assert live_positions(one) == live_positions(other)
+
+
+def test_layers_that_compete_are_fitted_to_what_they_won(tiny, tmp_path):
+    logits, state = kvjax.prefill(*tiny, np.tile(TOKENS, 8), policy=methods.lava(40, window=8), max_new_tokens=2)
+    fitted, policy = state.fit(), methods.lava(40, window=8)
+    assert fitted.nbytes < state.nbytes
+    kvjax.save_state(tmp_path / "state", *tiny, fitted, policy=policy)
+    loaded = kvjax.load_state(tmp_path / "state", *tiny, policy=policy)
+    assert loaded.plan == fitted.plan
+    one, other = (kvjax.generate_from(*tiny, logits, s, max_new_tokens=2).tokens for s in (state, loaded))
+    np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="fit it outside of jit"):
+        jax.jit(lambda s: s.fit())(state)
+    with pytest.raises(ValueError, match="no prompt that was read to its end"):
+        kvjax.start(tiny[0], policy=policy, lengths=LENGTHS, max_new_tokens=2).fit()

@@ -45,6 +45,7 @@ class _Words:
     capacities: tuple[Amount, ...]
     notes: Mapping[str, Any] | None
     steady: bool = True
+    fitted: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -83,6 +84,7 @@ def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, poli
         "lengths": lengths.tolist(),
         "sizes": [infos[0].prompt_len, infos[0].max_new_tokens],
         "capacities": state.plan.capacities,
+        "fitted": state.plan.fitted,
         "steady": state.steady,
         "notes": notes,
     }
@@ -120,7 +122,7 @@ def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> 
         )
     lengths, config = np.asarray(words.lengths, np.int32), model.config
     plan, hparams = planned(policy, infos_of(config, policy, *words.sizes), lengths)
-    plan = dataclasses.replace(plan, capacities=words.capacities)
+    plan = dataclasses.replace(plan, capacities=words.capacities, fitted=words.fitted)
     leaves, tree = jax.tree.flatten(read_shapes(config, policy, plan, hparams, lengths)[0])
     wanted = {f"{i:05}": jax.eval_shape(_plain, x) for i, x in enumerate(leaves)}
     here, there = ({(name, x.shape, x.dtype) for name, x in each.items()} for each in (wanted, arrays))

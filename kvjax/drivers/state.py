@@ -16,7 +16,7 @@ from kvjax.decide.rewrite import Match
 from kvjax.drivers import decide
 from kvjax.evict import evicts
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan, own_params
+from kvjax.plan import Plan, fitted, own_params
 from kvjax.storage import Storage, empty
 
 
@@ -109,6 +109,32 @@ class State:
         if not isinstance(stats, AttnStats):
             raise ValueError(f"stats is a {type(stats).__name__}, not an AttnStats, such as kvjax.forward gives")
         return decide.applied(policy, self, stats)
+
+    def fit(self) -> "State":
+        """The state with the slots alone that its tokens need, and those that may still come. Outside of `jit`.
+
+        Before a prompt is read, a layer has slots for all that it might keep. Where layers compete most of them stay
+        empty, and only the prompt tells which. Sizes are rounded up by an eighth at most, so that prompts share
+        programs. What is held, and what follows, is the same.
+
+        Raises:
+          ValueError: a traced state, or one whose prompt has not been read to its end.
+        """
+        if isinstance(self.length, jax.core.Tracer):
+            raise ValueError("the sizes of a traced state are fixed; fit it outside of jit")
+        if not self.ready:
+            raise ValueError("the state holds no prompt that was read to its end; fit what kvjax.prefill returns")
+        left = self.max_new_tokens - (self.length - self.prompt_length)
+        need = []
+        for kv, policy in zip(self.layers, self.plan.layers, strict=True):
+            live = np.asarray(kv.view().num_live + left[:, None])
+            need.append((live.sum(-1) if policy.layout.pool else live).max())
+        plan, layers = fitted(self.plan, need), list(self.layers)
+        for i, (policy, n) in enumerate(zip(plan.layers, plan.capacities, strict=True)):
+            if n < self.plan.capacities[i]:
+                ctx = self.context(i, "prefill")
+                layers[i], _ = decide.compacted(layers[i], ctx, policy=policy, capacity=n, ends=True)
+        return decide.own_arrays(dataclasses.replace(self, layers=tuple(layers), plan=plan))
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:
