@@ -11,7 +11,7 @@ from kvjax.experiments import reproduce
 from kvjax.experiments.papers import planning
 from kvjax.experiments.papers.methods import Method
 from kvjax.experiments.papers.planning import Work
-from kvjax.experiments.papers.reduced import Options
+from kvjax.experiments.papers.runs import Options
 from kvjax.experiments.papers.tables import ENTRIES, MODELS, Model
 
 SMALL = Model("small", layers=2, width=256, kv_heads=1, billions=0.003, positions=512)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import models
-from kvjax.experiments.papers import FIGURES, ledger, tables
+from kvjax.experiments.papers import FIGURES, pages, tables
 from kvjax.experiments.papers.methods import read_methods
 from kvjax.experiments.papers.tables import ENTRIES, MEAN, MODELS
 from tests.conftest import SHARED_DATA
@@ -105,7 +105,7 @@ def test_what_entries_name_exists():
         assert entry.runs == bool(entry.rows or entry.figures), entry.name
         assert len({c.title for c in entry.columns}) == len(entry.columns), entry.name
     assert {m.preset for m in MODELS.values()} - {None} <= set(models.PRESETS)
-    assert set(ledger.recorded()) <= set(ENTRIES)
+    assert set(pages.recorded()) <= set(ENTRIES)
 
 
 def test_every_method_makes_a_policy_at_every_budget_of_its_entry():
