@@ -54,7 +54,7 @@ def reproduce(options: Options, command: Sequence[str]) -> None:
     about["command"] = _as_typed(command)
     if options.layers and not entry.figures:
         raise ValueError(f"{entry.name} is measured, not drawn by layer; leave --layers {options.layers} out")
-    if entry.kind == "drawn":
+    if entry.drawn:
         return _drawn(entry, options, about)
     stored = "float32" if options.dtype == "auto" else options.dtype
     run = Run(entry, options, read_config(locate(included(options.model), weights=False), dtype=stored))
@@ -65,7 +65,7 @@ def reproduce(options: Options, command: Sequence[str]) -> None:
     if not run.columns:
         raise ValueError(f"nothing of {entry.name} can run here; see what is missing above")
     run.read()
-    drawn = _figures(entry, options)
+    drawn = _figures(entry, options)  # before anything runs, as it may refuse options
     _say("not the paper's", [reason for reason in run.reduced if reason not in said])
     _say("cannot be run", run.faults)
     if options.dry_run:
@@ -113,13 +113,9 @@ def _drawn(entry: Entry, options: Options, about: dict[str, Any]) -> None:
 
 def _figures(entry: Entry, options: Options, **more: Any) -> list[figures.Options]:
     """What `experiments/figures.py` draws of an entry."""
-    how: dict[str, Any] = {
-        "model": options.model,
-        "output": options.directory,
-        "prompts": options.examples,
-        "length": options.length,
-    }
-    how |= {"seed": options.seed, "dtype": options.dtype, "layers": options.layers or entry.layers, **more}
+    how: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "output": options.directory, **more}
+    how |= {"prompts": options.examples, "length": options.length, "seed": options.seed}
+    how["layers"] = options.layers or entry.layers
     return [figures.Options(name, **how) for name in entry.figures]
 
 

@@ -75,7 +75,7 @@ def test_what_measures_no_policy_on_data_has_no_plan(name):
 
 def test_what_is_drawn_has_a_plan_for_each_figure():
     for name, entry in ENTRIES.items():
-        if entry.kind == "drawn":
+        if entry.drawn:
             times = re.findall(r"all rows of attention, (\S+) seconds", planning.planned(entry, Options(name)))
             assert len(times) == len(entry.figures)
 

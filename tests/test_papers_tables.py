@@ -142,7 +142,13 @@ def test_unknown_entries_are_named_with_those_that_exist(name, message):
         ("catalogue.toml", '"narrativeqa"', '"narrativeq"', "english: there is no data set 'narrativeq'"),
         ("catalogue.toml", "layers", "levels", "mistral-7b-instruct-v0.2: .* unexpected keyword argument 'levels'"),
         ("catalogue.toml", '"rows"', '"row"', "narrativeqa: there is no runner 'row'; there are harness, rows"),
-        ("entries.toml", 'kind = "drawing"', 'kind = "drawn by hand"', "ada-kv.figure1: there is no kind 'drawn by h"),
+        ("entries.toml", "nothing = ", "kind = ", "ada-kv.table3: .*unexpected keyword argument 'kind'"),
+        (
+            "entries.toml",
+            '"full cache"',
+            '"full"',
+            "roco.table2: there is no reference 'full'; there are answers, full",
+        ),
         (
             "entries.toml",
             'settings = ["roco-reading"]',
@@ -151,7 +157,12 @@ def test_unknown_entries_are_named_with_those_that_exist(name, message):
         ),
         ("tables/nacl-figure5.csv", "llama-2-7b-chat,full", "llama,full", "line 2: there is no model 'llama'"),
         ("entries.toml", 'columns = ["perplexity"]', "", "roco-figure5.csv is the table of no entry .*without columns"),
-        ("entries.toml", '"drawing"', '"drawing"\ncolumns = ["needle"]', "ada-kv.figure1: .*No such file.*figure1.csv"),
+        (
+            "entries.toml",
+            '"an illustration"',
+            '"an illustration"\ncolumns = ["needle"]',
+            "ada-kv.figure1: .*No such file.*figure1.csv",
+        ),
         ("entries.toml", "[settings]", "[settings", "entries.toml: .*line 5"),
         ("methods.toml", '"streaming_llm", ', '"streaming", ', "ada-kv.streaming_llm: .*no attribute 'streaming'"),
         ("methods.toml", "title = ", "name = ", "ada-kv.full: .*unexpected keyword argument 'name'"),

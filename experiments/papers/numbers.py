@@ -12,9 +12,9 @@ from kvjax.configs.experiment import label
 from kvjax.experiments.core import metrics, stats
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.methods import Budget
-from kvjax.experiments.papers.rows import CLASSIFICATION, classification, scored_part
+from kvjax.experiments.papers.rows import CLASSIFICATION, classification
 from kvjax.experiments.papers.runs import MEASURED, NO_SCORES, Run
-from kvjax.experiments.papers.tables import GEOMETRIC, Column, Row
+from kvjax.experiments.papers.tables import GEOMETRIC, Column, Row, data_of
 
 _NO_INTERVAL = (None, None, None)
 
@@ -69,7 +69,9 @@ def scored(run: Run, lines: Iterable[Line]) -> tuple[list[Line], list[str]]:
         for metric in () if by_full and line["method"] == "full" else wanted[task]:
             row, output = run.rows[task][line["index"]], full.get((task, line["index"]), "")
             references = row.answers if not by_full else (output,) if output.strip() else ()
-            part = scored_part(task, line["output"])
+            part = line["output"]
+            if data_of(task).first_line:  # what LongBench's own script scores
+                part = part.lstrip("\n").split("\n")[0]
             try:
                 if not references:
                     raise ValueError("the full cache generates nothing")

@@ -22,7 +22,6 @@ from kvjax.experiments.papers.tables import ENTRIES, MODELS, Entry
 from kvjax.models.written import write_bytes
 
 FOLDER: Final = pathlib.Path(__file__).parent
-_NONE = {"settings": "nothing to run (settings)", "drawing": "nothing to run (an illustration)"}
 _BY_FULL = "outputs are compared with what the full cache generates"
 
 Ledger = dict[str, list[dict[str, Any]]]
@@ -126,7 +125,7 @@ def outcome(reduced: Sequence[str]) -> str:
 def status(entry: Entry, ledger: Ledger) -> str:
     """One of "as published", "machinery only", "not run", or that there is nothing to run."""
     if not entry.runs:
-        return _NONE[entry.kind]
+        return f"nothing to run ({entry.nothing})"
     found = {r["status"] for r in ledger.get(entry.name, [])}
     return next((s for s in ("as published", "machinery only") if s in found), "not run")
 

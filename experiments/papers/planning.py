@@ -44,7 +44,7 @@ def planned(entry: Entry, options: Options) -> str:
         not given.
     """
     wanted = models_of(entry, options)
-    if entry.kind == "drawn":
+    if entry.drawn:
         parts = [_of_figure(name, MODELS[wanted[0]], options) for name in entry.figures]
     else:
         parts = [line for name in wanted for line in _of_model(entry, name, options)] if entry.runs else []

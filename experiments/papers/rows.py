@@ -201,11 +201,6 @@ def _own(name: str, index: int, seed: int) -> PromptRow:
     return PromptRow(" ".join(text), (first,), whole)
 
 
-def scored_part(name: str, output: str) -> str:
-    """What LongBench's own script scores of an output: of four sets, the first line."""
-    return output.lstrip("\n").split("\n")[0] if DATA[name].first_line else output
-
-
 def classification(output: str, answer: str, classes: tuple[str, ...]) -> float:
     """LongBench's accuracy: one over the number of classes that the output names, if the right one is among them.
 

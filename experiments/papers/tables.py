@@ -17,7 +17,6 @@ from kvjax.experiments.papers.methods import METHODS, Budget, Method, at, each, 
 from kvjax.models import ModelConfig
 from kvjax.models.presets import PLACE, PRESETS
 
-Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]
 Reference = Literal["answers", "full cache"]
 Runner = Literal["harness", "rows", "text", "stream", "needle", "speed", "planned"]
 
@@ -163,8 +162,6 @@ class Entry:
       paper, label: such as "ada-kv" and "table2".
       shows: one line.
       place: where it stands in the paper, and what of it the text has.
-      kind: "scores" are made by running cells, "speed" by timing them; "drawn" is drawn by `experiments/figures.py`;
-        "settings" states settings and "drawing" explains, and nothing is to be run.
       methods: by name.
       columns, rows: the table; values are None where the paper only draws them.
       settings: such as "alpha: 0.5".
@@ -173,6 +170,7 @@ class Entry:
       beams: hypotheses of the beam search that generates, 1 for greedy generation.
       layers, budgets: those that its `figures` draw; where there are none, what they are made for.
       figures: names of `kvjax.experiments.papers.FIGURES` that draw the entry or a part of it.
+      nothing: what the entry is where there is nothing to run: "settings", or "an illustration".
       claims: (what, number, place) of numbers that stand in the running text.
       notes: what a reader should know before comparing.
     """
@@ -181,7 +179,6 @@ class Entry:
     label: str
     shows: str
     place: str
-    kind: Kind
     methods: dict[str, Method] = dataclasses.field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -192,11 +189,11 @@ class Entry:
     layers: tuple[int, ...] = ()
     budgets: tuple[Budget, ...] = ()
     figures: tuple[str, ...] = ()
+    nothing: str = ""
     claims: tuple[tuple[str, float, str], ...] = ()
     notes: str = ""
 
     def __post_init__(self):
-        _among("kind", self.kind, get_args(Kind))
         _among("reference", self.reference, get_args(Reference))
 
     @property
@@ -207,7 +204,12 @@ class Entry:
     @property
     def runs(self) -> bool:
         """Whether there is anything to run."""
-        return self.kind not in ("settings", "drawing")
+        return not self.nothing
+
+    @property
+    def drawn(self) -> bool:
+        """Whether it measures nothing, and is drawn by `experiments/figures.py`."""
+        return self.runs and not self.rows
 
     @property
     def models(self) -> tuple[str, ...]:
