@@ -248,7 +248,6 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["ada-kv/table7"], "no entry of ada-kv 'table7'"),
         (["ada-kv/table1", "--methods", "h3o"], "has no method 'h3o'; there are full, h2o"),
         (["ada-kv/table1", "--stands-for", "gpt-j-6b"], "has no model 'gpt-j-6b'; there are mistral"),
         (["ada-kv/table1", "--data", "nowhere"], "--data nowhere does not exist"),
@@ -257,6 +256,12 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/table3"], "nothing to run"),
         (["ahakv/figure5", "--data", __file__, "--seed", "0", "1"], "one text for all 2 seeds; ask for more prompts"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
+        (["roco/table5", "--plan"], "roco/table5 measures no policy on a data set, which is all that is planned"),
+        (["roco/figure1", "--plan"], "roco/figure1 measures no policy on a data set"),
+        (
+            ["nacl/figure7", "--plan", "--stands-for", "gpt-5"],
+            "nacl/figure7 has no model 'gpt-5'; there are llama-2-7b",
+        ),
         (["nacl/table2", "--examples", "0"], "examples=0 must be at least 1"),
         (["nacl/table2", "--seed", "1", "2", "1"], "seed has 1 twice; give each once"),
         (["nacl/table2", "--budget", "64", "0"], "--budget 0 must be at least 1 token"),
