@@ -6,7 +6,7 @@ import importlib
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -103,7 +103,7 @@ def read(
         draws = (np.random.default_rng([task.seed, i]).integers(3, vocab_size, length) for i in range(count or 5))
         return [PromptRow(tuple(map(int, ids))) for ids in draws], []
     if data.runner == "needle":
-        return [*_hidden(name, path, task, count)], []
+        return _hidden(name, path, task, count), []
     if data.question:
         return [PromptRow(data.question)], []
     if path is None:
@@ -121,15 +121,18 @@ def read(
     return found, faults
 
 
-def _hidden(name: str, path: pathlib.Path | None, task: Task, count: int | None) -> Iterator[PromptRow]:
-    """Needles in a file's text, or in the project's own."""
+def _hidden(name: str, path: pathlib.Path | None, task: Task, count: int | None) -> list[PromptRow]:
+    """Needles in a file's text, or in the project's own.
+
+    Raises:
+      ValueError: a file of rows.
+    """
     if path is not None and path.suffix != ".txt":
         raise ValueError(f"a needle is hidden in running text, but {path} is none; give {name}.txt")
     build, most = (single_needle, 32) if path is None else (needle_number, 44)
     task = task if path is None else dataclasses.replace(task, text=read_text(str(path)))
-    for example in (build(task, i) for i in range(count or most)):
-        (question,) = example.questions
-        yield PromptRow((*example.context, *question.ids), question.references, meta=example.meta)
+    asked = [(x, *x.questions) for x in (build(task, i) for i in range(count or most))]
+    return [PromptRow((*x.context, *question.ids), question.references, meta=x.meta) for x, question in asked]
 
 
 def _stored(path: pathlib.Path) -> Iterable[tuple[int, Any]]:

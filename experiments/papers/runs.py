@@ -310,14 +310,14 @@ class Run:
         for i, row in enumerate(found):
             before = "".join(f"{each.prompt}\n\n" for each in [*found[i + 1 :], *found[:i]][:shots])
             try:
-                prompt = self._asked(task, row, before, seed)
+                prompt = self._prompt(task, row, before, seed)
             except ValueError as e:
                 self.faults.append(f"{task}, row {i}: {e}")
             else:
                 self.prompts.setdefault(task, []).append(prompt)
                 self.rows.setdefault(task, []).append(row)
 
-    def _asked(self, task: str, row: PromptRow, before: str, seed: int) -> Prompt:
+    def _prompt(self, task: str, row: PromptRow, before: str, seed: int) -> Prompt:
         """A row's prompt: of a text its last tokens are predicted, after others an answer is generated.
 
         Answers are scored when the table is made, in every metric of its columns.
