@@ -29,96 +29,94 @@ from kvjax.experiments.core.command import plain_errors, write_figure, write_jso
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
-from kvjax.experiments.papers import ledger, numbers, reduced, rows, tables
-from kvjax.experiments.papers.job import Job
+from kvjax.experiments.papers import numbers, pages
 from kvjax.experiments.papers.picture import picture
 from kvjax.experiments.papers.planning import planned
-from kvjax.experiments.papers.reduced import Options
 from kvjax.experiments.papers.rows import PROJECT
-from kvjax.experiments.papers.tables import Entry
+from kvjax.experiments.papers.runs import Options, Run
+from kvjax.experiments.papers.tables import Entry, data_of, find
 from kvjax.models.embedded import included
 from kvjax.models.sources import locate
 from kvjax.models.weights import read_config
 from kvjax.models.written import write_bytes
 
 
-def run(options: Options, command: Sequence[str]) -> None:
+def reproduce(options: Options, command: Sequence[str]) -> None:
     """Runs an entry and writes its report.
 
     Raises:
       ValueError: an unknown entry, or nothing of it that could run.
     """
-    entry = tables.find(options.entry or "")
+    entry, directory = find(options.entry or ""), options.directory
     if not entry.runs:
-        raise ValueError(f"{entry.name} has nothing to run: {entry.shows}, {ledger.status(entry, {})}")
+        raise ValueError(f"{entry.name} has nothing to run: {entry.shows}, {pages.status(entry, {})}")
     about = {"model": options.model, "seeds": [*options.seeds], **environment([*command])}
     about["command"] = _as_typed(command)
-    directory = options.output or reduced.directory(options)
     if options.layers and not entry.figures:
         raise ValueError(f"{entry.name} is measured, not drawn by layer; leave --layers {options.layers} out")
-    if entry.kind == "drawn":
-        return _drawn(entry, options, directory, about)
-    chosen = reduced.choose(entry, options, read_config(locate(included(options.model), weights=False)))
+    if entry.drawn:
+        return _drawn(entry, options, about)
+    stored = "float32" if options.dtype == "auto" else options.dtype
+    run = Run(entry, options, read_config(locate(included(options.model), weights=False), dtype=stored))
     print(f"{entry.name}: {entry.shows}")
-    print(f"{len(chosen.lines)} methods and budgets, {len(chosen.columns)} columns, for {chosen.model}")
-    for title, items in (("missing", chosen.missing), ("not the paper's", chosen.reduced)):
-        for item in items:
-            print(f"  {title}: {item}")
-    if not chosen.columns:
+    print(f"{len(run.lines)} methods and budgets, {len(run.columns)} columns, for {run.model}")
+    _say("missing", run.missing)
+    _say("not the paper's", said := run.reduced)
+    if not run.columns:
         raise ValueError(f"nothing of {entry.name} can run here; see what is missing above")
-    job, drawn = Job(chosen, options), _figures(entry, options, directory)
-    for reason in job.reduced[len(chosen.reduced) :]:
-        print(f"  not the paper's: {reason}")
-    for fault in job.faults:
-        print(f"  cannot be run: {fault}")
+    run.read()
+    drawn = _figures(entry, options)  # before anything runs, as it may refuse options
+    _say("not the paper's", [reason for reason in run.reduced if reason not in said])
+    _say("cannot be run", run.faults)
     if options.dry_run:
-        print(job.estimate({}))
+        print(run.estimate({}))
         return None
-    with Records(directory, job.config(), command, restart=options.restart) as records:
-        if job.missing(records.lines):
-            print(job.estimate(records.lines), flush=True)
-        job.run(records)
-        lines, refused = numbers.scored(chosen, records.lines.values(), job.rows)
-        found, faults = numbers.numbers(chosen, lines), [*job.faults, *refused]
-        shown = [f"{chosen.called(x)}: {x['output']}" for x in lines if rows.data_of(x["task"]).question]
-        text = numbers.markdown(chosen, found, job.reduced, faults, about, shown)
-        write_json(directory / "report.json", {**numbers.as_json(chosen, found, job.reduced, faults), **about})
+    with Records(directory, run.manifest(), command, restart=options.restart) as records:
+        if estimate := run.estimate(records.lines):
+            print(estimate, flush=True)
+        run.run(records)
+        lines, refused = numbers.scored(run, records.lines.values())
+        found, faults = numbers.numbers(run, lines), [*run.faults, *refused]
+        shown = [f"{run.called(x)}: {x['output']}" for x in lines if data_of(x["task"]).question]
+        text = pages.report(run, found, faults, about, shown)
+        write_json(directory / "report.json", {**pages.as_json(run, found, faults), **about})
         write_bytes(directory / "report.md", text.encode())
         if found and not entry.label.startswith("table"):
-            write_figure(directory / "figure.png", picture(chosen, found, lines, job.rows))
+            write_figure(directory / "figure.png", picture(run, found, lines))
         for figure in drawn:
             figures.run(figure, about["command"])
         print(f"{text}\nwritten to {directory}")
-    counts = ", ".join(f"{len(p) // len(options.seeds)} rows of {n}" for n, p in job.prompts.items())
-    counts += f", each with {len(options.seeds)} seeds" if len(options.seeds) > 1 else ""
-    measured = f"{len(job.engines)} methods and budgets on {counts}"
     if options.record:
-        ledger.record(entry.name, about, numbers.status(job.reduced), measured, job.reduced)
+        counts = ", ".join(f"{len(p) // len(options.seeds)} rows of {n}" for n, p in run.prompts.items())
+        counts += f", each with {len(options.seeds)} seeds" if len(options.seeds) > 1 else ""
+        pages.record(entry.name, about, f"{len(run.policies)} methods and budgets on {counts}", run.reduced)
     return None
 
 
-def _drawn(entry: Entry, options: Options, directory: pathlib.Path, about: dict[str, Any]) -> None:
+def _say(title: str, items: Sequence[str]) -> None:
+    for item in items:
+        print(f"  {title}: {item}")
+
+
+def _drawn(entry: Entry, options: Options, about: dict[str, Any]) -> None:
     """Draws an entry that measures nothing; `--data` is the text."""
     text = None if options.data in (None, PROJECT) else pathlib.Path(options.data)
     print(f"{entry.name}: {entry.shows}\n  drawn by experiments/figures.py {', '.join(entry.figures)}")
     if options.dry_run:
         return
-    for figure in _figures(entry, options, directory, text=text, budget=options.budget or entry.budgets):
+    for figure in _figures(entry, options, text=text, budget=options.budget or entry.budgets):
         figures.run(figure, about["command"])
     reason = f"drawn on {options.model}, from {text or 'the project text'}; the paper's prompts are not given"
     if options.record:
-        ledger.record(entry.name, about, "machinery only", f"figures {', '.join(entry.figures)}", [reason])
+        pages.record(entry.name, about, f"figures {', '.join(entry.figures)}", [reason])
 
 
-def _figures(entry: Entry, options: Options, directory: pathlib.Path, **more: Any) -> list[figures.Options]:
+def _figures(entry: Entry, options: Options, **more: Any) -> list[figures.Options]:
     """What `experiments/figures.py` draws of an entry."""
-    return [
-        figures.Options(
-            name, model=options.model, output=directory, prompts=options.examples, length=options.length,
-            seed=options.seed, dtype=options.dtype, layers=options.layers or entry.layers, **more,
-        )
-        for name in entry.figures
-    ]  # fmt: skip
+    how: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "output": options.directory, **more}
+    how |= {"prompts": options.examples, "length": options.length, "seed": options.seed}
+    how["layers"] = options.layers or entry.layers
+    return [figures.Options(name, **how) for name in entry.figures]
 
 
 def _as_typed(command: Sequence[str]) -> list[str]:
@@ -140,14 +138,14 @@ def main(argv: Sequence[str]) -> None:
             flags, args=argv, prog="experiments/reproduce.py", description=(__doc__ or "").splitlines()[0]
         )
         if options.list:
-            print(ledger.listing(ledger.recorded()))
+            print(pages.listing(pages.recorded()))
         elif options.entry is None:
             raise ValueError("name an entry, such as ada-kv/table2; --list has them all, --help the options")
         elif options.published or options.plan:
-            entry = tables.find(options.entry)
-            print(ledger.published(entry) if options.published else planned(entry, options))
+            entry = find(options.entry)
+            print(pages.published(entry) if options.published else planned(entry, options))
         else:
-            run(options, [sys.executable, *sys.argv])
+            reproduce(options, [sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import models
-from kvjax.experiments.papers import FIGURES, ledger, tables
+from kvjax.experiments.papers import FIGURES, pages, tables
 from kvjax.experiments.papers.methods import read_methods
 from kvjax.experiments.papers.tables import ENTRIES, MEAN, MODELS
 from tests.conftest import SHARED_DATA
@@ -105,7 +105,7 @@ def test_what_entries_name_exists():
         assert entry.runs == bool(entry.rows or entry.figures), entry.name
         assert len({c.title for c in entry.columns}) == len(entry.columns), entry.name
     assert {m.preset for m in MODELS.values()} - {None} <= set(models.PRESETS)
-    assert set(ledger.recorded()) <= set(ENTRIES)
+    assert set(pages.recorded()) <= set(ENTRIES)
 
 
 def test_every_method_makes_a_policy_at_every_budget_of_its_entry():
@@ -142,7 +142,13 @@ def test_unknown_entries_are_named_with_those_that_exist(name, message):
         ("catalogue.toml", '"narrativeqa"', '"narrativeq"', "english: there is no data set 'narrativeq'"),
         ("catalogue.toml", "layers", "levels", "mistral-7b-instruct-v0.2: .* unexpected keyword argument 'levels'"),
         ("catalogue.toml", '"rows"', '"row"', "narrativeqa: there is no runner 'row'; there are harness, rows"),
-        ("entries.toml", 'kind = "drawing"', 'kind = "drawn by hand"', "ada-kv.figure1: there is no kind 'drawn by h"),
+        ("entries.toml", "nothing = ", "kind = ", "ada-kv.table3: .*unexpected keyword argument 'kind'"),
+        (
+            "entries.toml",
+            '"full cache"',
+            '"full"',
+            "roco.table2: there is no reference 'full'; there are answers, full",
+        ),
         (
             "entries.toml",
             'settings = ["roco-reading"]',
@@ -151,7 +157,7 @@ def test_unknown_entries_are_named_with_those_that_exist(name, message):
         ),
         ("tables/nacl-figure5.csv", "llama-2-7b-chat,full", "llama,full", "line 2: there is no model 'llama'"),
         ("entries.toml", 'columns = ["perplexity"]', "", "roco-figure5.csv is the table of no entry .*without columns"),
-        ("entries.toml", '"drawing"', '"drawing"\ncolumns = ["needle"]', "ada-kv.figure1: .*No such file.*figure1.csv"),
+        ("entries.toml", 'nothing = "an', 'columns = ["needle"]\nnothing = "an', "ada-kv.figure1: .*No such file"),
         ("entries.toml", "[settings]", "[settings", "entries.toml: .*line 5"),
         ("methods.toml", '"streaming_llm", ', '"streaming", ', "ada-kv.streaming_llm: .*no attribute 'streaming'"),
         ("methods.toml", "title = ", "name = ", "ada-kv.full: .*unexpected keyword argument 'name'"),

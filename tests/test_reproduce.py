@@ -9,10 +9,11 @@ import pytest
 
 from kvjax import methods, models
 from kvjax.experiments import reproduce
+from kvjax.experiments.core import job
 from kvjax.experiments.core.engine import Engine
-from kvjax.experiments.papers import job, ledger, numbers, reduced, rows, tables
+from kvjax.experiments.papers import numbers, pages, rows, runs, tables
 from kvjax.experiments.papers.picture import named, picture
-from kvjax.experiments.papers.reduced import Options
+from kvjax.experiments.papers.runs import Options, Run
 from kvjax.experiments.papers.tables import ENTRIES
 from tests.runs import one_layer
 
@@ -61,7 +62,7 @@ def real(monkeypatch, tmp_path):
 def run(real, monkeypatch, tmp_path):
     """Runs the script with a made-up engine; returns the report as JSON and as text."""
     monkeypatch.setattr(job, "Engine", MadeUp)
-    monkeypatch.setattr(ledger, "FOLDER", tmp_path)
+    monkeypatch.setattr(pages, "FOLDER", tmp_path)
 
     def call(*argv, out="out"):
         folder = real(*argv, out=out)
@@ -73,7 +74,7 @@ def run(real, monkeypatch, tmp_path):
 @pytest.fixture
 def every_metric(monkeypatch):
     """All metrics count as installed."""
-    monkeypatch.setattr(reduced.metrics, "find", lambda name: name)
+    monkeypatch.setattr(runs.metrics, "find", lambda name: name)
 
 
 REDUCED = ("nacl/table2", "--data", "project", "--examples", "3", "--length", "128", "--new-tokens", "8")
@@ -92,12 +93,12 @@ def test_a_reduced_run_is_marked_and_stands_beside_the_paper(run, tmp_path, caps
     said = capsys.readouterr().out
     assert "the model has 1 layers of width 128" in said
     assert said.index("about ") < said.index("## Ours (theirs)")
-    noted = ledger.recorded()["nacl/table2"]
+    noted = pages.recorded()["nacl/table2"]
     assert noted[0]["status"] == "machinery only"
     assert noted[0]["command"].startswith("python experiments/reproduce.py nacl/table2 --data project")
     assert str(tmp_path) not in noted[0]["command"]
     assert "machinery only, " in (tmp_path / "README.md").read_text()
-    assert "1 machinery only" in ledger.listing(ledger.recorded())
+    assert "1 machinery only" in pages.listing(pages.recorded())
 
 
 def test_an_interrupted_run_goes_on_to_the_same_numbers(run, monkeypatch):
@@ -124,6 +125,7 @@ def test_seeds_are_pooled_and_a_row_that_several_read_counts_once(run, monkeypat
     means = np.array([1, 1, 1 / 3, 1 / 3])
     half = 3.18244631 * means.std(ddof=1) / 2  # Student's t of three degrees of freedom, of four rows
     assert (h2o["column"], h2o["rows"]) == ("HotpotQA", 12)
+    assert "HotpotQA: 4 of 200 rows" in found["reduced"]
     assert [h2o["ours"], h2o["low"], h2o["high"]] == pytest.approx([200 / 3, 100 * (2 / 3 - half), 100])
     assert "seeds 0, 5, 6 are pooled; a row that several read counts once" in text
     own, _ = run(*options, "project", "--examples", "2", "--length", "64", out="own")
@@ -194,8 +196,7 @@ def test_examples_stand_before_a_text_of_which_its_own_tokens_are_predicted(monk
     rows_ = [json.dumps({"question_stem": "the red key of Anna is 1234 ."}), json.dumps({"question_stem": "a b"})]
     (tmp_path / "openbookqa_text.jsonl").write_text("\n".join(rows_ * 3))
     options = Options("nacl/table1", model=one_layer(), data=str(tmp_path), methods=("nacl",))
-    chosen = reduced.choose(ENTRIES["nacl/table1"], options, SMALL)
-    made = job.Job(chosen, options)
+    (made := Run(ENTRIES["nacl/table1"], options, SMALL)).read()
     five, most = (made.prompts[f"openbookqa_text {n}-shot"] for n in (5, 25))
     ids = [made.tokenizer(json.loads(line)["question_stem"], add_special_tokens=False).input_ids for line in rows_]
     assert [list(p.example.questions[0].continuation) for p in five[:2]] == ids
@@ -203,9 +204,10 @@ def test_examples_stand_before_a_text_of_which_its_own_tokens_are_predicted(monk
     assert len(five[1].tokens) > len(ids[0]) * 3
     assert [x for x in made.reduced if "stand before" in x] == ["5 rows stand before each of openbookqa_text, not 25"]
     (tmp_path / "openbookqa_text.jsonl").write_text("\n".join(rows_ * 13))
-    more = job.Job(reduced.choose(ENTRIES["nacl/table1"], options, SMALL), options).prompts
-    longer = len(more["openbookqa_text 25-shot"][0].tokens) - len(more["openbookqa_text 5-shot"][0].tokens)
-    assert 10 * (len(ids[0]) + len(ids[1])) <= longer <= 10 * (len(ids[0]) + len(ids[1])) + 20  # twenty rows more
+    (more := Run(ENTRIES["nacl/table1"], options, SMALL)).read()
+    longer = [len(more.prompts[f"openbookqa_text {n}-shot"][0].tokens) for n in (5, 25)]
+    twenty = 10 * (len(ids[0]) + len(ids[1]))
+    assert twenty <= longer[1] - longer[0] <= twenty + 20
 
 
 def test_the_geometric_mean_of_scores_has_an_interval():
@@ -228,12 +230,12 @@ def test_the_geometric_mean_of_scores_has_an_interval():
 
 
 def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops_no_other(run, monkeypatch):
-    def accuracies(name, shots, policy, budget, block, **how):
+    def accuracies(name, shots, examples, tasks, **how):
         if name == "piqa":
             raise ValueError("piqa cannot be loaded")
         return [1.0, 0.0, 1.0, float(shots == 5)]
 
-    monkeypatch.setattr(reduced, "has_lm_eval", lambda: True)
+    monkeypatch.setattr(runs, "has_lm_eval", lambda: True)
     monkeypatch.setattr(rows, "accuracies", accuracies)
     found, _ = run("keyformer/table2", "--methods", "keyformer")
     by_column = {n["column"]: n for n in found["numbers"] if n["method"] == "keyformer"}
@@ -246,7 +248,6 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["ada-kv/table7"], "no entry of ada-kv 'table7'"),
         (["ada-kv/table1", "--methods", "h3o"], "has no method 'h3o'; there are full, h2o"),
         (["ada-kv/table1", "--stands-for", "gpt-j-6b"], "has no model 'gpt-j-6b'; there are mistral"),
         (["ada-kv/table1", "--data", "nowhere"], "--data nowhere does not exist"),
@@ -255,13 +256,13 @@ def test_tasks_of_lm_eval_are_told_apart_by_their_shots_and_one_that_fails_stops
         (["ada-kv/table3"], "nothing to run"),
         (["ahakv/figure5", "--data", __file__, "--seed", "0", "1"], "one text for all 2 seeds; ask for more prompts"),
         (["roco/table5", "--data", "project"], "nothing of roco/table5 can run here"),
+        (["roco/table5", "--plan"], "roco/table5 measures no policy on a data set, which is all that is planned"),
+        (["roco/figure1", "--plan"], "roco/figure1 measures no policy on a data set"),
+        (["nacl/figure7", "--plan", "--stands-for", "gpt-5"], "has no model 'gpt-5'; there are llama-2-7b"),
         (["nacl/table2", "--examples", "0"], "examples=0 must be at least 1"),
         (["nacl/table2", "--seed", "1", "2", "1"], "seed has 1 twice; give each once"),
         (["nacl/table2", "--budget", "64", "0"], "--budget 0 must be at least 1 token"),
-        (
-            ["nacl/table2", "--budget", "1.5"],
-            "--budget 1.5 must be at least 1 token, or a share above 0 and at most 1.0",
-        ),
+        (["nacl/table2", "--budget", "1.5"], "--budget 1.5 must be at least 1 token, or a share above 0 and at most"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(run, argv, message, capsys):
@@ -274,25 +275,23 @@ def test_an_entry_on_the_papers_model_and_whole_data_is_not_reduced(tmp_path, ev
     entry = ENTRIES["ada-kv/table1"]
     for name in entry.data:
         (tmp_path / f"{name}.jsonl").write_text('{"context": "a", "answers": ["b"]}\n')
-    options = Options(entry.name, data=str(tmp_path))
-    chosen = reduced.choose(entry, options, MISTRAL)
-    assert (chosen.reduced, chosen.missing, len(chosen.lines)) == ((), (), 25)
-    assert numbers.status(chosen.reduced) == "as published"
-    assert reduced.examples_short(tables.DATA["qasper"], 1) == "Qasper: 1 of 200 rows"
+    whole = Run(entry, Options(entry.name, data=str(tmp_path)), MISTRAL)
+    assert (whole.reduced, whole.missing, len(whole.lines)) == ([], [], 25)
+    assert pages.outcome(whole.reduced) == "as published"
     (tmp_path / "lcc.jsonl").unlink()
-    other = reduced.choose(entry, options, SMALL)
-    assert "lcc: no lcc.jsonl, .json or .txt" in other.missing[0]
-    assert len(other.reduced) == 2
+    part = Run(entry, Options(entry.name, data=str(tmp_path)), SMALL)
+    assert "lcc: no lcc.jsonl, .json or .txt" in part.missing[0]
+    assert len(part.reduced) == 2
 
 
 def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metric):
     entry = ENTRIES["ahakv/table1"]
-    chosen = reduced.choose(entry, Options(entry.name, data="project", methods=("tova",)), SMALL)
+    chosen = Run(entry, Options(entry.name, data="project", methods=("tova",)), SMALL)
     assert chosen.model == "llama-3-8b-instruct"
     lines = [
-        {"method": "full", "budget": "1.0", "task": d, "index": i, "scores": {rows.metric_of(d, "longbench"): score}}
+        {"method": "full", "budget": "1.0", "task": task, "index": i, "scores": {metric: score}}
         for c, score in zip(chosen.columns, (0.1, 0.2, 0.3, 0.4, 0.5, 0.6), strict=True)
-        for d in c.data
+        for task, metric in c.parts
         for i in range(2)
     ]
     found = {n.column: n for n in numbers.numbers(chosen, lines)}
@@ -302,8 +301,8 @@ def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metr
 
 
 def rows_of(name, data):
-    (source,), _ = rows.sources((name,), str(data))
-    return rows.prompt_rows(source, None, 0)
+    found, _ = rows.files((name,), str(data))
+    return rows.read(name, found[name], None, types.SimpleNamespace(seed=0), 0)
 
 
 def test_rows_that_are_none_are_named_and_the_rest_is_read(tmp_path):
@@ -371,7 +370,7 @@ def test_an_entrys_page_has_its_numbers_and_the_policies_that_kvjax_runs(monkeyp
     assert "Table4(" in text
     assert "PR-En is printed as 43.0; 4.3 gives the printed mean" in text
     for entry in ENTRIES.values():
-        assert ledger.published(entry).startswith(f"# {entry.name}: ")
+        assert pages.published(entry).startswith(f"# {entry.name}: ")
 
 
 def test_classification_is_that_of_longbench():
@@ -384,9 +383,9 @@ def test_classification_is_that_of_longbench():
 
 
 def test_the_list_has_every_entry_and_the_ledgers_table_is_made_from_it():
-    text = ledger.listing(ledger.recorded())
+    text = pages.listing(pages.recorded())
     assert [line.split(":")[0] for line in text.splitlines() if line[:1].isalpha()] == [*ENTRIES]
-    assert (ledger.FOLDER / "README.md").read_text() == ledger.markdown(ledger.recorded())
+    assert (pages.FOLDER / "README.md").read_text() == pages.markdown(pages.recorded())
 
 
 @pytest.mark.slow
@@ -484,22 +483,23 @@ def test_a_question_that_a_paper_prints_needs_no_data_and_its_responses_are_show
 
 def test_how_often_paragraphs_are_named():
     """By the first number of an output; one that no answer has, or none, names no paragraph."""
-    right = {"passage_retrieval_zh": [rows.PromptRow("", (f"段落{n}",)) for n in (1, 3, 3, 4)]}
+    right = [rows.PromptRow("", (f"段落{n}",)) for n in (1, 3, 3, 4)]
     outputs = "段落3, not 1", "1", "段落30", "no"
     lines = [{"method": "h2o", "budget": "1000", "output": text} for text in outputs]
-    chosen = reduced.choose(ENTRIES["ahakv/figure7"], Options("ahakv/figure7", data="project"), SMALL)
-    truth, found = named(chosen, lines, right)
+    chosen = Run(ENTRIES["ahakv/figure7"], Options("ahakv/figure7", data="project"), SMALL)
+    chosen.rows = {"passage_retrieval_zh": right}
+    truth, found = named(chosen, lines)
     assert truth.tolist() == [1, 0, 2, 1]
     assert found["H2O at 1000"].tolist() == [1, 0, 1, 0]
 
 
 def test_a_measured_figures_curve_has_ours_and_the_papers_numbers_at_every_budget(every_metric):
     entry, column = ENTRIES["ada-kv/figure5"], "Ave. Score"
-    chosen = reduced.choose(entry, Options(entry.name, data="project", methods=("snapkv",)), SMALL)
+    chosen = Run(entry, Options(entry.name, data="project", methods=("snapkv",)), SMALL)
     printed = {(r.method, r.budget): r.values[0] for r in entry.rows if r.model == chosen.model}
     made = lambda x, line: numbers.Number(*line, column, 3, x, x - 1, x + 1, printed[line])
     found = [made(30 + i, line) for i, line in enumerate(chosen.lines)]
-    (axes,) = picture(chosen, found, [], {}).axes
+    (axes,) = picture(chosen, found, []).axes
     line = next(c for c in axes.containers if c.get_label() == "SnapKV")[0]
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([128, 256, 512, 1024], [31, 32, 33, 34])
     assert axes.collections[-1].get_offsets().tolist() == [[b, printed["snapkv", b]] for b in (128, 256, 512, 1024)]

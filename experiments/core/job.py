@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 from tqdm import tqdm
 
 import kvjax
@@ -114,14 +115,19 @@ def _run_missing(
     options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block, "mesh": mesh}
     options["once"] = setup.reads == "once"
     lacking = [run for run in runs if todo.missing(*run[:2])]
-    asked = [  # all are planned, and sizes checked, before anything runs
-        [(method, budget, Engine(model, params, policy, shape, **options)) for method, budget, policy in lacking]
-        for shape in shapes(prompts, model.config.max_position if model.config.learned_positions else None)
-    ]
+    asked = planned(model, params, lacking, prompts, **options)
     if setup.slots == "shared":
         for of_shape in asked:
             share_slots([engine for *_, engine in of_shape])
     run_engines(asked, todo)
+
+
+def planned(
+    model: Any, params: PyTree[Any], runs: Sequence[Run], prompts: Sequence[Prompt], **options: Any
+) -> list[list[Asked]]:
+    """The engines of policies for each shape of prompts: all are planned, and sizes checked, before anything runs."""
+    found = shapes(prompts, model.config.max_position if model.config.learned_positions else None)
+    return [[(m, b, Engine(model, params, policy, shape, **options)) for m, b, policy in runs] for shape in found]
 
 
 def run_engines(asked: list[list[Asked]], todo: Todo) -> None:

@@ -5,7 +5,7 @@ import dataclasses
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -128,6 +128,26 @@ class Table:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.head, *self.rows])
         return text.getvalue()
+
+
+def crossed(
+    numbers: Sequence[Mapping[str, Any]],
+    titles: Sequence[str],
+    named: Callable[[str, Any], Sequence[str]],
+    shown: Callable[[Mapping[str, Any]], str],
+) -> Table:
+    """A row for every method and budget of numbers, and a column for each title, as papers lay tables out.
+
+    Args:
+      numbers: each with its method, budget and column.
+      titles: the columns, in order.
+      named: what a method and a budget are called.
+      shown: how a number is shown.
+    """
+    cells = {(n["method"], n["budget"], n["column"]): shown(n) for n in numbers}
+    lines = dict.fromkeys((n["method"], n["budget"]) for n in numbers)
+    rows = [[*named(*line), *(cells.get((*line, title), "") for title in titles)] for line in lines]
+    return Table(["method", "budget", *titles], rows)
 
 
 def _marked(x: str | Cell) -> str:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import table
-from kvjax.experiments.core.page import Cell, Name, Table, cell, difference, scored
+from kvjax.experiments.core.page import Cell, Name, Table, cell, crossed, difference, scored
 from kvjax.experiments.core.sources import Found, Run
 from kvjax.experiments.core.table import AVERAGE, NUMBER, has_budget, is_full
 
@@ -348,18 +348,12 @@ def _paper(paper: tuple[pathlib.Path, dict[str, Any]]) -> dict[str, Any]:
     directory, content = paper
     needed = {"method", "budget", "column", "ours"}
     numbers = [n for n in content["numbers"] if isinstance(n, dict) and needed <= set(n)]
-    titles = list(dict.fromkeys(n["column"] for n in numbers))
-    by_key = {(n["method"], n["budget"], n["column"]): n for n in numbers}
 
-    def both(n: dict[str, Any] | None) -> str:
-        if n is None:
-            return ""
+    def both(n: Mapping[str, Any]) -> str:
         low, high = (n.get(end) if n.get("low") != n.get("high") else None for end in ("low", "high"))
         theirs = cell(n.get("theirs"), form=".4g")
         return (cell(n["ours"], low, high, ".4g") or "-") + (f" ({theirs})" if theirs else "")
 
-    rows = [
-        [Name(m), Name("" if b is None else label(b)), *(both(by_key.get((m, b, t))) for t in titles)]
-        for m, b in dict.fromkeys((n["method"], n["budget"]) for n in numbers)
-    ]
-    return {"directory": directory, "content": content, "table": Table(["method", "budget", *titles], rows)}
+    named = lambda method, budget: (Name(method), Name("" if budget is None else label(budget)))
+    table = crossed(numbers, list(dict.fromkeys(n["column"] for n in numbers)), named, both)
+    return {"directory": directory, "content": content, "table": table}

@@ -3,12 +3,13 @@
 They stand in `methods.toml`; what only papers' tables run is made here.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
 import tomllib
-from collections.abc import Callable
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, TypeVar
 
 from jax import lax
 from jaxtyping import Array, Float
@@ -21,6 +22,7 @@ from kvjax.scores.attention import Faded, ValuePrior
 from kvjax.scores.softmax import EntropyScaled
 
 Budget = int | float
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Method:
     block: int | None = None
     note: str = ""
     whole: bool = False
+
+    def policy(self, budget: Budget, tokens: int) -> Policy:
+        """The policy of a budget; if `whole`, a share is of `tokens`."""
+        share = self.whole and isinstance(budget, float)
+        return self.make(max(int(budget * tokens + 1e-9), 1) if share else budget)
 
 
 # --- what kvjax.methods has not ---
@@ -110,22 +117,43 @@ def mas_beside_recent(budget: Budget, *, recent: Share) -> Policy:
 # --- the table ---
 
 
+def toml(path: pathlib.Path) -> dict[str, Any]:
+    """What a file holds; ValueError with its name if it cannot be read."""
+    with at(str(path)):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def at(where: str) -> Iterator[None]:
+    """Errors of what is read say where it stands."""
+    try:
+        yield
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as e:
+        raise ValueError(f"{where}: {e}") from e
+
+
+def each(where: str, given: Mapping[str, Any], make: Callable[[str, Any], T]) -> dict[str, T]:
+    """What is made of every name and its fields; errors say where these stand."""
+    found = dict[str, T]()
+    for name, fields in given.items():
+        with at(f"{where}{name}"):
+            found[name] = make(name, fields)
+    return found
+
+
 def read_methods(folder: pathlib.Path) -> dict[str, dict[str, Method]]:
     """Sets of methods, by name.
 
     Raises:
       ValueError: a method that cannot be read, with where it stands.
     """
-    path, found = folder / "methods.toml", dict[str, dict[str, Method]]()
-    for group, several in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        for name, fields in several.items():
-            try:
-                make, options = _function(fields.pop("make")), fields.pop("options", {})
-                make = functools.partial(make, **{option: _value(option, x) for option, x in options.items()})
-                found.setdefault(group, {})[name] = Method(make=make, **fields)
-            except (AttributeError, KeyError, TypeError) as e:
-                raise ValueError(f"{path}, {group}.{name}: {e}") from e
-    return found
+    path = folder / "methods.toml"
+    return {group: each(f"{path}, {group}.", several, _method) for group, several in toml(path).items()}
+
+
+def _method(name: str, fields: dict[str, Any]) -> Method:
+    options = {option: _value(option, x) for option, x in fields.pop("options", {}).items()}
+    return Method(make=functools.partial(_function(fields.pop("make")), **options), **fields)
 
 
 def _function(name: str) -> Any:

@@ -14,8 +14,7 @@ from kvjax.configs.experiment import label
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.papers.base import canvas, message, percent
 from kvjax.experiments.papers.numbers import Number
-from kvjax.experiments.papers.reduced import Choice
-from kvjax.experiments.papers.rows import PromptRow
+from kvjax.experiments.papers.runs import Run
 from kvjax.experiments.papers.tables import DATA, MODELS
 from kvjax.plot import COLOURS
 from kvjax.plot.style import style
@@ -25,35 +24,35 @@ _UNITS = {
     "latency_growth": "latency over that of the shortest", "tokens_per_second": "tokens a second",
     "perplexity": "perplexity", "seconds": "seconds a sequence",
 }  # fmt: skip
-Rows = Mapping[str, Sequence[PromptRow]]
 Count = Int[np.ndarray, "P"]
 
 
-def picture(choice: Choice, found: Sequence[Number], samples: Sequence[Line], rows: Rows) -> Figure:
+def picture(run: Run, found: Sequence[Number], samples: Sequence[Line]) -> Figure:
     """What a figure shows: scores, a map of needles, or the paragraphs that the scored lines `samples` name.
 
     Raises:
       ValueError: no number to draw.
     """
     if not found:
-        raise ValueError(f"nothing of {choice.entry.name} was measured, so that there is nothing to draw")
-    sets = [DATA[name] for column in choice.columns for name in column.data]
+        raise ValueError(f"nothing of {run.entry.name} was measured, so that there is nothing to draw")
+    sets = [DATA[name] for column in run.columns for name in column.data]
     if all(data.metric == "retrieval" for data in sets):
-        return _paragraphs(choice, *named(choice, samples, rows))
-    return _map(choice, samples) if all(data.runner == "needle" for data in sets) else _scores(choice, found)
+        return _paragraphs(run, *named(run, samples))
+    return _map(run, samples) if all(data.runner == "needle" for data in sets) else _scores(run, found)
 
 
-def named(choice: Choice, samples: Sequence[Line], rows: Rows) -> tuple[Count, dict[str, Count]]:
+def named(run: Run, samples: Sequence[Line]) -> tuple[Count, dict[str, Count]]:
     """How often paragraphs 1, 2, ... are right, and are named by the first number of methods' outputs."""
     number = lambda text: int(found[0]) if (found := re.search(r"\d+", text)) else 0
-    right, outputs = [number(row.answers[0]) for each in rows.values() for row in each], collections.defaultdict(list)
+    right = [number(row.answers[0]) for each in run.rows.values() for row in each]
+    outputs = collections.defaultdict(list)
     for x in samples:
-        outputs[choice.called(x)].append(number(x["output"]))
+        outputs[run.called(x)].append(number(x["output"]))
     count = lambda found: np.bincount([n for n in found if n <= max(right)], minlength=max(right) + 1)[1:]
     return count(right), {name: count(found) for name, found in outputs.items()}
 
 
-def _paragraphs(choice: Choice, right: Count, by_name: Mapping[str, Count]) -> Figure:
+def _paragraphs(run: Run, right: Count, by_name: Mapping[str, Count]) -> Figure:
     """A panel for every method and budget, with the right answers as a line."""
     figure, grid = canvas(1, len(by_name), width=7.5, height=2.2, sharex=True, sharey=True)
     first = lambda counts: percent(counts[: len(right) // 2].sum() / counts.sum()) if counts.sum() else "none"
@@ -65,30 +64,30 @@ def _paragraphs(choice: Choice, right: Count, by_name: Mapping[str, Count]) -> F
     grid[-1, 0].set_xlabel("paragraph")
     said = ";\n".join(f"{name}: {first(counts)}" for name, counts in by_name.items())
     text = f"Named in the first half (of the right ones {first(right)}):\n{said}"
-    return message(figure, text, f"{choice.entry.name}, for {MODELS[choice.model].title}")
+    return message(figure, text, f"{run.entry.name}, for {MODELS[run.model].title}")
 
 
-def _map(choice: Choice, samples: Sequence[Line]) -> Figure:
+def _map(run: Run, samples: Sequence[Line]) -> Figure:
     """Scores by depth and length, a map for every method and budget, and the paper's averages."""
-    cells, metric = collections.defaultdict[str, list[Line]](list), choice.columns[0].metric
+    cells, metric = collections.defaultdict[str, list[Line]](list), run.columns[0].metric
     for x in samples:
-        cells[choice.called(x)].append({**x, "score": x["scores"][metric]})
-    theirs = [f"{choice.entry.methods[r.method].title} {r.values[0]:g}" for r in choice.entry.rows if r.values[0]]
-    text = f"{choice.entry.name}; the paper's averages: {', '.join(theirs)}"
-    return message(plot.depth_against_length(cells), choice.entry.shows, text)
+        cells[run.called(x)].append({**x, "score": x["scores"][metric]})
+    theirs = [f"{run.entry.methods[r.method].title} {r.values[0]:g}" for r in run.entry.rows if r.values[0]]
+    text = f"{run.entry.name}; the paper's averages: {', '.join(theirs)}"
+    return message(plot.depth_against_length(cells), run.entry.shows, text)
 
 
-def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
+def _scores(run: Run, found: Sequence[Number]) -> Figure:
     """A row of panels of methods with several budgets, against these, and one of the others; a column for every score.
 
     Where columns are lengths, every unit has a panel, with a line for every method and budget against them.
     """
-    entry, columns = choice.entry, [*dict.fromkeys(n.column for n in found)]
+    entry, columns = run.entry, [*dict.fromkeys(n.column for n in found)]
     title = lambda method: entry.methods[method].title
     budgets = {m: {n.budget for n in found if n.method == m} for m in dict.fromkeys(n.method for n in found)}
     several = [m for m in budgets if len(budgets[m]) > 1]
     single = [m for m in budgets if m not in several and m != "full"]
-    metrics = {c.title: c.metric for c in choice.columns}
+    metrics = {c.title: c.metric for c in run.columns}
     lengths = [c for c in columns if [*metrics.values()].count(metrics.get(c, "")) > 1]
     units = [*dict.fromkeys(_UNITS.get(metrics.get(c, "")) for c in columns)]
     if lengths and None not in units:
@@ -132,7 +131,7 @@ def _scores(choice: Choice, found: Sequence[Number]) -> Figure:
     claimed = "\n".join(f"the paper: {what}: {value:g}" for what, value, _ in entry.claims)
     theirs = "open marks, dashed: the paper's" if any(n.theirs is not None for n in found) else ""
     known = theirs or claimed or "the paper has no number"
-    return message(figure, entry.shows, f"{entry.name}, for {MODELS[choice.model].title}; 95 % intervals; {known}")
+    return message(figure, entry.shows, f"{entry.name}, for {MODELS[run.model].title}; 95 % intervals; {known}")
 
 
 def _points(axes: Any, i: int, name: str | None, numbers: dict[Any, Number]) -> None:

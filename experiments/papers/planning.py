@@ -7,14 +7,12 @@ from typing import Final, NamedTuple
 import numpy as np
 
 import kvjax
-from kvjax import Policy
 from kvjax.configs.experiment import label
 from kvjax.experiments.papers import FIGURES
 from kvjax.experiments.papers.attention import BLOCK
 from kvjax.experiments.papers.methods import Budget, Method
-from kvjax.experiments.papers.reduced import JUDGED, Options, lines_of, models_of
-from kvjax.experiments.papers.rows import data_of, task_of
-from kvjax.experiments.papers.tables import DATA, MODELS, Entry, Model
+from kvjax.experiments.papers.runs import JUDGED, Options, lines_of, models_of
+from kvjax.experiments.papers.tables import DATA, MODELS, Entry, Model, data_of, task_of
 from kvjax.plan import make_plan
 
 FLOPS, BANDWIDTH = 400e12, 2.0e12  # 40 and 60 % of what is stated of an H100; an H200 reached 570e12 and 3.4e12
@@ -46,11 +44,11 @@ def planned(entry: Entry, options: Options) -> str:
         not given.
     """
     wanted = models_of(entry, options)
-    if entry.kind == "drawn":
+    if entry.drawn:
         parts = [_of_figure(name, MODELS[wanted[0]], options) for name in entry.figures]
     else:
         parts = [line for name in wanted for line in _of_model(entry, name, options)] if entry.runs else []
-        if any(DATA[d].runner == "planned" for c in entry.columns for d in c.data):
+        if any(DATA[d].runner == "planned" for d in entry.data):
             parts = ["no model runs: memory is computed, in seconds without the card"]
     if not parts:
         raise ValueError(f"{entry.name} measures no policy on a data set, which is all that is planned")
@@ -109,8 +107,8 @@ def work(name: str, shots: int, model: Model, options: Options) -> Work:
 
 def seconds(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> float:
     """Reading takes as long as its operations or as the bytes of its passes, a step as long as its bytes."""
-    config, lengths = model.config, np.array([w.tokens])
-    cache = 4 * model.head_dim * make_plan(config, _policy(made, budget, w), lengths, w.tokens, w.new).num_slots
+    config, policy, lengths = model.config, made.policy(budget, w.tokens + w.new), np.array([w.tokens])
+    cache = 4 * model.head_dim * make_plan(config, policy, lengths, w.tokens, w.new).num_slots
     batches, moved = math.ceil(w.prompts / w.batch), 2e9 * model.billions + w.batch * beams * cache
     block = 1 if data_of(w.task).runner == "stream" else made.block or w.tokens
     attention = 2 * config.num_layers * config.num_query_heads * config.head_dim * w.tokens**2
@@ -122,10 +120,4 @@ def seconds(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> 
 def memory(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> int:
     """Bytes of caches and of reading, each hypothesis of a search with its own."""
     how = {"batch": w.batch * beams, "prompt_len": w.tokens, "max_new_tokens": w.new, "block": made.block}
-    return kvjax.plan_memory(model.config, _policy(made, budget, w), **how).peak
-
-
-def _policy(made: Method, budget: Budget, w: Work) -> Policy:
-    """The policy of a budget, of which some shares are of all tokens that there will be."""
-    share = made.whole and isinstance(budget, float)
-    return made.make(max(int(budget * (w.tokens + w.new)), 1) if share else budget)
+    return kvjax.plan_memory(model.config, made.policy(budget, w.tokens + w.new), **how).peak

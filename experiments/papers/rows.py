@@ -11,22 +11,20 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from kvjax import Policy
 from kvjax.experiments import corpus
-from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.experiments.harness.longbench import available
-from kvjax.experiments.papers.methods import Budget
-from kvjax.experiments.papers.tables import DATA, LONGBENCH, DataSet
+from kvjax.experiments.papers.tables import DATA
 from kvjax.experiments.tasks import needle_number, single_needle
-from kvjax.experiments.tasks.base import Example, Question, Task, Tokens
+from kvjax.experiments.tasks.base import Task, Tokens
 from kvjax.experiments.tasks.rows import object_of, of_file
 from kvjax.models.presets import PLACE
 
 SCORED: Final = 64  # the last tokens of a text, whose likelihood is measured
 WITH_ROWS: Final = ("rows", "text", "stream", "needle")  # runners of data sets that are read from files
+APART: Final = ("harness", "planned")  # runners of those that no engine runs
 CLASSIFICATION: Final = "classification"  # LongBench's, which needs to know the classes
 PROJECT: Final = "project"  # in place of a path: text of the project's own
 _SUFFIXES: Final = (".jsonl", ".json", ".txt")
@@ -36,35 +34,28 @@ class PromptRow(NamedTuple):
     """One prompt of a data set.
 
     Attributes:
-      prompt: everything that is read before the answer.
+      prompt: everything that is read before the answer: a text, or token ids.
       answers: references; the best counts.
       classes: of a classification, all there are.
+      meta: of a needle, where it is.
     """
 
-    prompt: str
+    prompt: str | Tokens
     answers: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    meta: tuple[tuple[str, float | str], ...] = ()
 
 
-class Source(NamedTuple):
-    """Where a data set's rows are.
-
-    Attributes:
-      name: the data set, of `catalogue.DATA`.
-      path: a file; None for the project's own text, and for a row that the paper prints.
-    """
-
-    name: str
-    path: pathlib.Path | None
-
-
-def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], list[str]]:
-    """The files of data sets, and what is missing of the others.
+def files(names: tuple[str, ...], data: str | None) -> tuple[dict[str, pathlib.Path | None], list[str]]:
+    """Where the rows of data sets are, and what is missing of the others.
 
     Args:
       names: data sets.
       data: a directory with a file for each, `<name>.jsonl`, `.json` or `.txt`; one file for all of them; "project" for
         the project's own text; None for nothing.
+
+    Returns:
+      A file for each that is there, None for the project's own text, and for a row that the paper prints.
 
     Raises:
       ValueError: a path that does not exist.
@@ -72,48 +63,76 @@ def sources(names: tuple[str, ...], data: str | None) -> tuple[list[Source], lis
     path = None if data is None or data == PROJECT else pathlib.Path(data).expanduser()
     if path is not None and not path.exists():
         raise ValueError(f"--data {data} does not exist; give a directory, a file, or {PROJECT!r}")
-    found, missing = [], []
-    for name in names:
-        if DATA[name].runner not in WITH_ROWS:
-            continue
+    found: dict[str, pathlib.Path | None] = {}
+    missing = []
+    for name in (n for n in names if DATA[n].runner in WITH_ROWS):
         places = [] if path is None else [path, *(path / f"{name}{suffix}" for suffix in _SUFFIXES)]
-        if DATA[name].question or data == PROJECT:
-            found.append(Source(name, None))
-        elif file := next((place for place in places if place.is_file()), None):
-            found.append(Source(name, file))
+        file = next((place for place in places if place.is_file()), None)
+        if file or DATA[name].question or data == PROJECT:
+            found[name] = None if DATA[name].question else file
         else:
-            hub = DATA[name].hub
-            origin = f", from {hub} on the hub" if hub else ""
-            missing.append(f"{name}: no {name}.jsonl, .json or .txt{f' in {path}' if path else ''}{origin}")
+            where, hub = f" in {path}" if path else "", DATA[name].hub
+            missing.append(f"{name}: no {name}.jsonl, .json or .txt{where}{f', from {hub} on the hub' if hub else ''}")
     return found, missing
 
 
-def prompt_rows(source: Source, count: int | None, seed: int) -> tuple[list[PromptRow], list[str]]:
-    """The first rows of a source, and the rows that are none, by where they stand and what is wrong.
+def read(
+    name: str, path: pathlib.Path | None, count: int | None, task: Task, vocab_size: int
+) -> tuple[list[PromptRow], list[str]]:
+    """The first rows of a data set, and the rows that are none, by where they stand and what is wrong.
 
-    A `.txt` file is cut into rows at blank lines. JSON rows have `context`, `question` and `answers`, and may have
-    `answer_prefix`; or `origin_prompt`, a whole prompt, and `gold`, its answers. Rows with classes have `all_classes`.
-    Rows with `input` are LongBench's own, whose prompts lm-eval has; those with the fields of a data set on the hub
-    (`DataSet.fields`) are asked what the catalogue says.
+    A `.txt` file is cut into rows at blank lines; a needle is hidden in it, at pairs of length and depth. JSON rows
+    have `context`, `question` and `answers`, and may have `answer_prefix`; or `origin_prompt`, a whole prompt, and
+    `gold`, its answers. Rows with classes have `all_classes`. Rows with `input` are LongBench's own, whose prompts
+    lm-eval has; those with the fields of a data set on the hub (`DataSet.fields`) are asked what the catalogue says.
+    What is timed has rows of any tokens.
+
+    Args:
+      name: the data set.
+      path: its file; None for the project's own text.
+      count: so many rows; all if None, or as many as there is reason for where there is no end.
+      task: the tokenizer, the seed, and the most tokens of a prompt.
+      vocab_size: of the model.
 
     Raises:
       ValueError: a file that is neither, or that has no row.
     """
-    if printed := DATA[source.name].question:
-        return [PromptRow(printed)], []
-    if source.path is None:
-        return [_own(source.name, i, seed) for i in range(count or 16)], []
-    rows, faults = [], []
-    for number, row in _stored(source.path):
-        if len(rows) == count:
+    data = DATA[name]
+    if data.runner == "speed":
+        length = min(data.words or 1, task.length)
+        draws = (np.random.default_rng([task.seed, i]).integers(3, vocab_size, length) for i in range(count or 5))
+        return [PromptRow(tuple(map(int, ids))) for ids in draws], []
+    if data.runner == "needle":
+        return _hidden(name, path, task, count), []
+    if data.question:
+        return [PromptRow(data.question)], []
+    if path is None:
+        return [_own(name, i, task.seed) for i in range(count or 16)], []
+    found, faults = list[PromptRow](), list[str]()
+    for number, row in _stored(path):
+        if len(found) == count:
             break
         try:
-            rows.append(_row(object_of(row), source.name))
+            found.append(_row(object_of(row), name))
         except ValueError as e:
-            faults.append(f"{source.path.name}, row {number}: {e}")
-    if not rows:
-        raise ValueError(f"{source.path} has no row that can be read{f' ({faults[0]})' if faults else ''}")
-    return rows, faults
+            faults.append(f"{path.name}, row {number}: {e}")
+    if not found:
+        raise ValueError(f"{path} has no row that can be read{f' ({faults[0]})' if faults else ''}")
+    return found, faults
+
+
+def _hidden(name: str, path: pathlib.Path | None, task: Task, count: int | None) -> list[PromptRow]:
+    """Needles in a file's text, or in the project's own.
+
+    Raises:
+      ValueError: a file of rows.
+    """
+    if path is not None and path.suffix != ".txt":
+        raise ValueError(f"a needle is hidden in running text, but {path} is none; give {name}.txt")
+    build, most = (single_needle, 32) if path is None else (needle_number, 44)
+    task = task if path is None else dataclasses.replace(task, text=read_text(str(path)))
+    asked = [(x, *x.questions) for x in (build(task, i) for i in range(count or most))]
+    return [PromptRow((*x.context, *question.ids), question.references, meta=x.meta) for x, question in asked]
 
 
 def _stored(path: pathlib.Path) -> Iterable[tuple[int, Any]]:
@@ -185,58 +204,6 @@ def _own(name: str, index: int, seed: int) -> PromptRow:
     return PromptRow(" ".join(text), (first,), whole)
 
 
-def asked(
-    task: str, index: int, ids: Tokens, *, new_tokens: int, beams: int, seed: int, scored: int = SCORED, meta: Any = ()
-) -> Prompt:
-    """A row's prompt: of a text its last `scored` tokens are predicted, after others an answer is generated.
-
-    Answers are scored when the table is made, in every metric of its columns.
-    """
-    data = data_of(task)
-    stop = () if data.stop is None else (data.stop,)
-    question = Question(metric="", max_new_tokens=new_tokens, stop=stop, num_beams=beams)
-    if data.runner == "text":
-        ids, question = ids[:-scored], Question(continuation=ids[-scored:])
-    (made,) = prompts_of(Example(task, index, ids, (question,), meta), "in_prompt", seed)
-    return made
-
-
-def needles(source: Source, count: int | None, task: Task) -> list[Example]:
-    """A needle in a file's text, or the project's own, at `count` pairs of length and depth; at all without a count."""
-    if source.path is None:
-        return [single_needle(task, i) for i in range(count or 32)]
-    if source.path.suffix != ".txt":
-        raise ValueError(f"a needle is hidden in running text, but {source.path} is none; give {source.name}.txt")
-    task = dataclasses.replace(task, text=read_text(str(source.path)))
-    return [needle_number(task, i) for i in range(count or 44)]
-
-
-def any_tokens(name: str, index: int, length: int, vocab_size: int, seed: int) -> Tokens:
-    """A prompt of any tokens, of the length that is timed or of `length`, if that is less."""
-    draw = np.random.default_rng([seed, index])
-    return tuple(int(i) for i in draw.integers(3, vocab_size, min(DATA[name].words or 1, length)))
-
-
-def scored_part(name: str, output: str) -> str:
-    """What LongBench's own script scores of an output: of four sets, the first line."""
-    return output.lstrip("\n").split("\n")[0] if DATA[name].first_line else output
-
-
-def task_of(name: str, shots: int) -> str:
-    """How samples name a data set: with how many examples stand before the question, for texts if there are any."""
-    return f"{name} {shots}-shot" if DATA[name].runner == "harness" or shots else name
-
-
-def data_of(task: str) -> DataSet:
-    """The data set of a task that samples name."""
-    return DATA[task.split(" ")[0]]
-
-
-def metric_of(name: str, metric: str) -> str:
-    """The metric of a data set in a column: LongBench's sets have their own."""
-    return DATA[name].metric or "" if metric == LONGBENCH else metric
-
-
 def classification(output: str, answer: str, classes: tuple[str, ...]) -> float:
     """LongBench's accuracy: one over the number of classes that the output names, if the right one is among them.
 
@@ -255,27 +222,16 @@ def own_tasks(data: str | None) -> pathlib.Path | None:
     return folder if folder is not None and folder.is_dir() and any(folder.glob("*.yaml")) else None
 
 
-def accuracies(
-    name: str,
-    shots: int,
-    policy: Policy,
-    budget: Budget,
-    block: int | None,
-    *,
-    examples: int | None,
-    tasks: pathlib.Path | None,
-    **how: Any,
-) -> list[float]:
+def accuracies(name: str, shots: int, examples: int | None, tasks: pathlib.Path | None, **how: Any) -> list[float]:
     """Whether each row of a task of lm-eval is answered right: by `acc_norm` where the task has it.
 
     The papers do not say which accuracy theirs is. Full scores such as 44.8 for OpenBookQA are of `acc_norm`'s size.
 
     Args:
       name, shots: the data set, and how many examples stand before each question.
-      policy, budget, block: what runs.
-      tasks: a directory of tasks, which may read local data; None for lm-eval's own, which download theirs.
       examples: rows at most; all if None.
-      **how: for `HarnessModel`.
+      tasks: a directory of tasks, which may read local data; None for lm-eval's own, which download theirs.
+      **how: what runs, for `HarnessModel`.
 
     Raises:
       ValueError: lm-eval is not installed, has no such task, or cannot load its data.
@@ -283,7 +239,7 @@ def accuracies(
     evaluator, of_tasks = lm_eval_module("evaluator"), lm_eval_module("tasks")
     language_model: Any = importlib.import_module("kvjax.experiments.harness.language_model")
     manager = of_tasks.TaskManager(include_path=tasks and str(tasks), include_defaults=tasks is None)
-    model = language_model.HarnessModel(policy=policy, budget=budget, block=block, **how)
+    model = language_model.HarnessModel(**how)
     task = str(DATA[name].task)
     try:
         found = evaluator.simple_evaluate(
@@ -292,7 +248,7 @@ def accuracies(
         )  # fmt: skip
     except Exception as e:  # lm-eval and datasets raise what they like
         raise ValueError(
-            f"{task} of lm-eval cannot be run under {definition(policy):.60}: {type(e).__name__}: {e}"
+            f"{task} of lm-eval cannot be run under {definition(how['policy']):.60}: {type(e).__name__}: {e}"
         ) from e
     samples = sorted(found["samples"][task], key=lambda s: s["doc_id"])
     return [float(s["acc_norm"] if "acc_norm" in s else s["acc"]) for s in samples]

@@ -5,21 +5,18 @@ CSV file "-" is a number that the paper's text does not have, as where a figure 
 its table does not have, and the budget "?" one that its text does not state.
 """
 
-import contextlib
 import csv
 import dataclasses
 import math
 import pathlib
-import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, get_args
 
 from kvjax.configs.loading import unknown
-from kvjax.experiments.papers.methods import METHODS, Budget, Method
+from kvjax.experiments.papers.methods import METHODS, Budget, Method, at, each, toml
 from kvjax.models import ModelConfig
 from kvjax.models.presets import PLACE, PRESETS
 
-Kind = Literal["scores", "speed", "drawn", "settings", "drawing"]
 Reference = Literal["answers", "full cache"]
 Runner = Literal["harness", "rows", "text", "stream", "needle", "speed", "planned"]
 
@@ -59,6 +56,10 @@ class Model:
         """The template that its prompts stand in."""
         return self.template if self.preset is None else PRESETS[self.preset].template
 
+    def shapes(self, config: Any) -> bool:
+        """Whether a config has its layers, width and kv heads."""
+        return (config.num_layers, config.embed_dim, config.num_kv_heads) == (self.layers, self.width, self.kv_heads)
+
     @property
     def config(self) -> ModelConfig:
         """Its shape in bfloat16, as far as caches know it: without a vocabulary."""
@@ -96,13 +97,16 @@ class DataSet:
     new_tokens: int = 0
     batch: int = 1
     hub: str | None = None
-    fields: tuple[str, ...] = ()
+    fields: Sequence[str] = ()
     prompt: str = PLACE
     question: str = ""
     task: str | None = None
     metric: str | None = None
     stop: str | None = None
     first_line: bool = False
+
+    def __post_init__(self):
+        _among("runner", self.runner, get_args(Runner))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,12 @@ class Column:
     shots: int = 0
     data: tuple[str, ...] = ()
     of: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """Of every data set its task, as lines name it, and its metric."""
+        own = lambda name: (DATA[name].metric or "") if self.metric == LONGBENCH else self.metric
+        return [(task_of(name, self.shots), own(name)) for name in self.data]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +162,6 @@ class Entry:
       paper, label: such as "ada-kv" and "table2".
       shows: one line.
       place: where it stands in the paper, and what of it the text has.
-      kind: "scores" are made by running cells, "speed" by timing them; "drawn" is drawn by `experiments/figures.py`;
-        "settings" states settings and "drawing" explains, and nothing is to be run.
       methods: by name.
       columns, rows: the table; values are None where the paper only draws them.
       settings: such as "alpha: 0.5".
@@ -162,6 +170,7 @@ class Entry:
       beams: hypotheses of the beam search that generates, 1 for greedy generation.
       layers, budgets: those that its `figures` draw; where there are none, what they are made for.
       figures: names of `kvjax.experiments.papers.FIGURES` that draw the entry or a part of it.
+      nothing: what the entry is where there is nothing to run: "settings", or "an illustration".
       claims: (what, number, place) of numbers that stand in the running text.
       notes: what a reader should know before comparing.
     """
@@ -170,7 +179,6 @@ class Entry:
     label: str
     shows: str
     place: str
-    kind: Kind
     methods: dict[str, Method] = dataclasses.field(default_factory=dict)
     columns: tuple[Column, ...] = ()
     rows: tuple[Row, ...] = ()
@@ -181,8 +189,12 @@ class Entry:
     layers: tuple[int, ...] = ()
     budgets: tuple[Budget, ...] = ()
     figures: tuple[str, ...] = ()
+    nothing: str = ""
     claims: tuple[tuple[str, float, str], ...] = ()
     notes: str = ""
+
+    def __post_init__(self):
+        _among("reference", self.reference, get_args(Reference))
 
     @property
     def name(self) -> str:
@@ -192,7 +204,12 @@ class Entry:
     @property
     def runs(self) -> bool:
         """Whether there is anything to run."""
-        return self.kind not in ("settings", "drawing")
+        return not self.nothing
+
+    @property
+    def drawn(self) -> bool:
+        """Whether it measures nothing, and is drawn by `experiments/figures.py`."""
+        return self.runs and not self.rows
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -220,54 +237,47 @@ class Entry:
         return tuple(c for i, c in enumerate(self.columns) if i in cells and not c.of)
 
 
-@contextlib.contextmanager
-def _at(where: str) -> Iterator[None]:
-    """Errors of what is read say where it stands."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{where}: {e}") from e
-
-
-def _toml(path: pathlib.Path) -> dict[str, Any]:
-    with _at(str(path)):
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-
-
 def _among(what: str, name: Any, known: Iterable[Any]) -> Any:
     if name not in known:
         raise ValueError(f"there is no {what} {name!r}; there are {', '.join(known)}")
     return name
 
 
-def read_catalogue(folder: pathlib.Path = FOLDER) -> tuple[dict[str, Model], dict[str, DataSet], dict[str, Any]]:
+def read_catalogue(
+    folder: pathlib.Path = FOLDER,
+) -> tuple[dict[str, Model], dict[str, DataSet], dict[str, tuple[Column, ...]]]:
     """Models, data sets and tuples of columns, by name; a column that is a mean is that of all before it.
 
     Raises:
       ValueError: what cannot be read, with where it stands.
     """
     path = folder / "catalogue.toml"
-    given, models, data, columns = _toml(path), {}, {}, {}
-    for name, fields in given["models"].items():
-        with _at(f"{path}, {name}"):
-            models[name] = Model(**fields)
-    for name, fields in given["data"].items():
-        with _at(f"{path}, {name}"):
-            _among("runner", fields["runner"], get_args(Runner))
-            fields["fields"] = (*fields.get("fields", ()),)
-            data[name] = DataSet(**fields)
-    for name, several in given["columns"].items():
-        with _at(f"{path}, {name}"):
-            made: list[Column] = []
-            for fields in several:
-                sets = tuple(_among("data set", d, data) for d in fields.pop("data", ()))
-                of = tuple(c.title for c in made) if fields["metric"] in (MEAN, GEOMETRIC) else ()
-                made.append(Column(**fields, data=sets, of=of))
-            columns[name] = (*made,)
-    return models, data, columns
+    given = toml(path)
+    data = each(f"{path}, ", given["data"], lambda _, fields: DataSet(**fields))
+
+    def columns(_: str, several: list[dict[str, Any]]) -> tuple[Column, ...]:
+        made: list[Column] = []
+        for fields in several:
+            sets = tuple(_among("data set", d, data) for d in fields.pop("data", ()))
+            of = tuple(c.title for c in made) if fields["metric"] in (MEAN, GEOMETRIC) else ()
+            made.append(Column(**fields, data=sets, of=of))
+        return (*made,)
+
+    models = each(f"{path}, ", given["models"], lambda _, fields: Model(**fields))
+    return models, data, each(f"{path}, ", given["columns"], columns)
 
 
 MODELS, DATA, _COLUMNS = read_catalogue()
+
+
+def task_of(name: str, shots: int) -> str:
+    """How lines name a data set: with how many examples stand before the question, for texts if there are any."""
+    return f"{name} {shots}-shot" if DATA[name].runner == "harness" or shots else name
+
+
+def data_of(task: str) -> DataSet:
+    """The data set of a task that lines name."""
+    return DATA[task.split(" ")[0]]
 
 
 def read_entries(folder: pathlib.Path = FOLDER) -> dict[str, Entry]:
@@ -276,19 +286,18 @@ def read_entries(folder: pathlib.Path = FOLDER) -> dict[str, Entry]:
     Raises:
       ValueError: what cannot be read or does not fit together, with where it stands.
     """
-    path = folder / "entries.toml"
-    papers = _toml(path)
-    settings = papers.pop("settings")
-    found, tables = {}, {*(folder / "tables").glob("*.csv")}
+    path, tables = folder / "entries.toml", {*(folder / "tables").glob("*.csv")}
+    papers = toml(path)
+    settings, found = papers.pop("settings"), dict[str, Entry]()
     for paper, labels in papers.items():
-        for label, given in labels.items():
-            with _at(f"{path}, {paper}.{label}"):
-                entry = _entry(paper, label, given, settings)
-                if entry.columns:
-                    file = folder / f"tables/{paper}-{label}.csv"
-                    entry = dataclasses.replace(entry, rows=_printed(file, entry))
-                    tables.discard(file)
-            found[entry.name] = entry
+
+        def entry(label: str, given: dict[str, Any], paper: str = paper) -> Entry:
+            file = folder / f"tables/{paper}-{label}.csv"
+            made = _entry(paper, label, given, settings)
+            tables.discard(file if made.columns else path)
+            return dataclasses.replace(made, rows=_printed(file, made)) if made.columns else made
+
+        found |= {e.name: e for e in each(f"{path}, {paper}.", labels, entry).values()}
     if tables:
         raise ValueError(f"{min(tables)} is the table of no entry in {path}, or of one without columns")
     return found
@@ -299,16 +308,13 @@ def _entry(paper: str, label: str, given: dict[str, Any], settings: dict[str, An
     methods = [METHODS[_among("set of methods", m, METHODS)] for m in given.pop("methods", [])]
     columns = [_COLUMNS[_among("column", n, _COLUMNS)] for n in given.pop("columns", [])]
     named = lambda text: [text] if ": " in text else settings[_among("setting", text, settings)]
-    texts = [line for text in given.pop("settings", []) for line in named(text)]
     given |= {name: (*given.get(name, ()),) for name in ("figures", "layers", "budgets")}
-    _among("kind", given["kind"], get_args(Kind))
-    _among("reference", given.get("reference", "answers"), get_args(Reference))
     return Entry(
         paper,
         label,
         methods={name: method for each in methods for name, method in each.items()},
         columns=tuple(c for each in columns for c in each),
-        settings=tuple(texts),
+        settings=tuple(line for text in given.pop("settings", []) for line in named(text)),
         claims=tuple((what, float(value), place) for what, value, place in given.pop("claims", [])),
         **given,
     )
@@ -324,7 +330,7 @@ def _printed(file: pathlib.Path, entry: Entry) -> tuple[Row, ...]:
         if head not in (wanted, [*wanted, "off"]):
             raise ValueError(f"{file.name}, line 1 must be {','.join(wanted)}, not {','.join(head)}")
         for x in reader:
-            with _at(f"{file.name}, line {reader.line_num}"):
+            with at(f"{file.name}, line {reader.line_num}"):
                 if None in x or None in x.values():
                     raise ValueError(f"a row must have {len(head)} values")
                 values = tuple(signs[x[t]] if x[t] in signs else float(x[t]) for t in titles)
