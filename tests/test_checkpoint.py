@@ -11,6 +11,7 @@ import pytest
 from kvjax import compose, methods, models, plan
 from kvjax.drivers import checkpoint, generation, sampling, steps
 from kvjax.observe import Reread
+from tests.marks import slow_but
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 12))
 
@@ -32,7 +33,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "pool"))
 def test_a_compressed_prompt_goes_on_bit_for_bit(compressed, shallow, tmp_path, kind):
     """Under an equal policy, rebuilt; also where heads are yet to come back to their budgets."""
     logits, state = compressed(KINDS[kind]())

@@ -16,6 +16,7 @@ from kvjax.methods import variants
 from kvjax.scores.attention import Recency
 from kvjax.storage import Pool
 from tests import table, tensors
+from tests.marks import exhaustive_but, slow_but
 from tests.tensors import live_positions
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -60,7 +61,8 @@ def by_head(one, other, **how):
     return kvjax.partition_heads({"a": one, "b": other}, [["a", "b"]], **how)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "duo" else pytest.mark.exhaustive) for n in PAIRS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", exhaustive_but(PAIRS, "duo"))
 def test_every_head_is_as_under_its_policy_alone(name):
     """In slots of its own, as many as it has alone; in a partition of a partition too."""
     run = lambda policy: tensors.replay(policy, TENSORS, T, lengths=LENGTHS)
@@ -177,13 +179,13 @@ def first_head(kv, stats, ctx):
     return kv.pos.astype(jnp.float32) + jnp.asarray([100.0, 0.0])[None, :, None]
 
 
-@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("pool", slow_but([False, True], True))
 @pytest.mark.parametrize(
     ("heads", "when", "shares"),
     [
         (HeadShares(((1.0, 3.0),)), Schedule(every=4), [6, 18]),
-        (HeadShares(((1.0, 3.0),)), Schedule(every=1, before=True), [7, 17]),
-        (kvjax.Adaptive(1.0), Schedule(every=4), [24, 0]),
+        pytest.param(HeadShares(((1.0, 3.0),)), Schedule(every=1, before=True), [7, 17], marks=pytest.mark.slow),
+        pytest.param(kvjax.Adaptive(1.0), Schedule(every=4), [24, 0], marks=pytest.mark.slow),
     ],
     ids=["table", "table before", "adaptive"],
 )
@@ -197,8 +199,8 @@ def test_heads_get_their_shares_at_the_first_eviction(heads, when, shares, pool)
         assert counts[-1] == shares or sum(counts[-1]) == 24
 
 
-@pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("pool", slow_but([False, True], True))
+@pytest.mark.parametrize("sinks", slow_but([0, 2], 2))
 def test_room_is_made_beside_the_sinks_of_every_head(sinks, pool):
     """Also where a table leaves a head nothing else."""
     policy = methods.streaming_llm(sinks + 4, sinks=sinks)
@@ -210,7 +212,11 @@ def test_room_is_made_beside_the_sinks_of_every_head(sinks, pool):
         assert rich == [*range(sinks), *range(n - 7, n)]
 
 
-@pytest.mark.parametrize("heads", [HeadShares(((1.0, 0.0),)), kvjax.Adaptive(1.0)], ids=["table", "adaptive"])
+@pytest.mark.parametrize(
+    "heads",
+    [pytest.param(HeadShares(((1.0, 0.0),)), marks=pytest.mark.slow), kvjax.Adaptive(1.0)],
+    ids=["table", "adaptive"],
+)
 def test_what_is_spared_leaves_room_for_what_is_protected(heads):
     policy = dataclasses.replace(methods.roco(12, scope=kvjax.Share(0.5)), sinks=3, recent=2, heads=heads)
     seen = tensors.replay(policy, [{name: x[:, :, :27] for name, x in ONE[0].items()}], T)
@@ -269,6 +275,7 @@ def test_layers_that_share_a_decision_share_all_their_statistics():
     assert all(best(x) != found[0] for x in votes)
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_decision_have_one_budget():
     """What gives them others is refused; what gives them the same, of which heads have other shares, is not."""
     h2o = methods.h2o(8, recent=2)

