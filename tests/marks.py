@@ -13,8 +13,9 @@ def marks(name, asked, quick):
 
 
 def slow_but(values, *quick, mark=pytest.mark.slow):
-    """All values of a parameter, for `parametrize`: tests of those that are not `quick` are slow."""
-    return [pytest.param(value, marks=() if value in quick else mark) for value in values]
+    """All values for `parametrize`, tuples of several parameters: tests of those that are not `quick` are slow."""
+    each = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [pytest.param(*parts, marks=() if value in quick else mark) for value, parts in each]
 
 
 exhaustive_but = functools.partial(slow_but, mark=pytest.mark.exhaustive)

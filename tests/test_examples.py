@@ -22,6 +22,7 @@ from kvjax.scores.attention import Accumulated, SparedByDeviation, Votes, rows_s
 from kvjax.storage import Layer, empty
 from tests import tensors
 from tests.by_hand import cache, gone, inputs_of, keep, moment, numbers, read, read_tensors, slots_of, uniform_rows
+from tests.marks import slow_but
 from tests.tensors import live_positions
 
 # --- positions ---
@@ -50,15 +51,10 @@ def test_e01_position_only(examples):
     assert keep(protected, p) == e["expected"]["random_protect_last1"]
 
 
-@pytest.mark.parametrize(
-    ("n", "wanted"),
-    [
-        pytest.param(3, [0, 1, 2], marks=pytest.mark.slow),
-        pytest.param(6, [0, 3, 4, 5], marks=pytest.mark.slow),
-        (9, [0, 3, 6, 8]),
-        (12, [3, 6, 9, 11]),
-    ],
-)
+GRIDS = [(3, [0, 1, 2]), (6, [0, 3, 4, 5]), (9, [0, 3, 6, 8]), (12, [3, 6, 9, 11])]
+
+
+@pytest.mark.parametrize(("n", "wanted"), slow_but(GRIDS, *GRIDS[2:]))
 def test_a_dilated_window_is_filled_until_its_grid_has_enough(n, wanted):
     assert keep(variants.dilated_window_anchored(4, dilation=2), uniform_rows(n)) == wanted
 

@@ -127,12 +127,7 @@ def some_bias(arrays, K):
 
 @pytest.mark.parametrize(
     ("implementation", "blocks"),
-    [
-        pytest.param("xla", False, marks=pytest.mark.slow),
-        pytest.param("xla", True, marks=pytest.mark.slow),
-        pytest.param("reference", False, marks=pytest.mark.slow),
-        ("interpret", False),
-    ],
+    slow_but([("xla", False), ("xla", True), ("reference", False), ("interpret", False)], ("interpret", False)),
 )
 def test_bias(implementation, blocks):
     K = 3
@@ -178,14 +173,10 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("implementation", "name"),
-    [
-        ("xla", "heads of several blocks"),
-        *(pytest.param("xla", name, marks=pytest.mark.slow) for name in [*LENGTHS][1:]),
-        ("reference", "one head"),
-    ],
-)
+IN_ORDER = [*(("xla", name) for name in LENGTHS), ("reference", "one head")]
+
+
+@pytest.mark.parametrize(("implementation", "name"), slow_but(IN_ORDER, IN_ORDER[0], IN_ORDER[-1]))
 def test_slots_in_order_of_owners(implementation, name, monkeypatch):
     K = len(LENGTHS[name][0])
     arrays = in_order(LENGTHS[name], K=K)

@@ -14,6 +14,7 @@ from kvjax.contract import PerHead, PerSlot, Rewrite, Score, Select
 from kvjax.observe import Rows
 from kvjax.scores.attention import Function, Votes
 from tests import tensors
+from tests.marks import slow_but
 
 T = 12
 Q, K, V = tensors.qkv(T=T)
@@ -38,14 +39,10 @@ def test_what_stays_is_live():
         kvjax.evict_layer(OF_TOKEN, Q, K, V)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(methods.expected_attention(6, sinks=1), marks=pytest.mark.slow),
-        pytest.param(methods.capkv(6, sinks=1), marks=pytest.mark.slow),
-        methods.tova(6),
-    ],
-)
+OBSERVING = [methods.expected_attention(6, sinks=1), methods.capkv(6, sinks=1), methods.tova(6)]
+
+
+@pytest.mark.parametrize("policy", slow_but(OBSERVING, OBSERVING[-1]))
 def test_padding_may_hold_what_is_no_number(policy):
     gone = (np.arange(T) < 4)[None, None, :, None] & (np.arange(2) == 1)[:, None, None, None]
     sick = (jnp.where(gone, jnp.nan, x) for x in (Q, K, V))
