@@ -99,43 +99,34 @@ def test_a_full_disk_is_one_error_and_no_log_of_another_library(tmp_path, caplog
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nope.py"], r"no config 'nope.py'; there are learned_budget,"),
-        (["--config", "snapkv.py"], "no config 'snapkv.py'"),
-        (
-            ["--config", "learned_scorer.py"],
-            "is a config of experiments/learn.py scorer, not of experiments/learn.py bu",
-        ),
-        (["--config", "learned_budget.py", "--budget"], "budget is empty"),
-        (["--config", "learned_budget.py", "--budget", "8"], "budget of 8 tokens cannot hold 0 sinks and 16 recent"),
-        (["--config", "learned_budget.py", "--steps", "0"], "steps=0 must be at least 1"),
-        (["--config", "learned_budget.py", "--floor", "2"], "floor=2.0 must be a number from 0 to 1"),
-        (["--config", "learned_budget.py", "--held-out", "1"], "held_out=1 must be at least 2"),
-        (["--config", "learned_budget.py", "--tasks"], "tasks is empty"),
-        (["--config", "learned_budget.py", "--future", "65"], "future=65 rows, but perplexity has 64"),
-        (["--config", "learned_budget.py", "--temperature", "4", "0"], "temperatures are positive"),
-        (["--config", "learned_budget.py", "--objective", "task_loss", "--future", "1"], "future=1 row predicts no"),
-        (["--config", "learned_budget.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
-        (
-            ["--config", "learned_budget.py", "--tasks", "key_value", "--unseen", "key_value"],
-            "must be some, and not all",
-        ),
-        (["--config", "learned_budget.py", "--budget", "0.25", "0.25"], "budget has 0.25 twice"),
-        (["--config", "learned_budget.py", "--seed", str(2**32)], "seed=4294967296 must be at most 2147483647"),
-        (["--config", "learned_budget.py", "--length", str(10**20)], "must be at most 2147483647"),
-        *(
-            (["--config", "learned_budget.py", "--rate", x], f"rate={x} must be a finite number")
-            for x in ("inf", "-inf")
-        ),
-        (["--config", "learned_budget.py", "--temperature", "inf", "1"], r"temperature=\(inf, 1.0\) must be a finite"),
-        (["--config", "learned_budget.py", "--ada-alpha", "inf"], "ada_alpha=inf must be a finite number"),
-        (["--config", "learned_budget.py", "--pyramid-beta", "inf"], "pyramid_beta=inf must be a finite number"),
-        (["--config", "learned_budget.py", "--kernel-size", "4"], "odd"),
+        ("--config nope.py", r"no config 'nope.py'; there are learned_budget,"),
+        ("--config snapkv.py", "no config 'snapkv.py'"),
+        ("--config learned_scorer.py", "is a config of experiments/learn.py scorer, not of experiments/learn.py bu"),
+        ("--config learned_budget.py --budget", "budget is empty"),
+        ("--config learned_budget.py --budget 8", "budget of 8 tokens cannot hold 0 sinks and 16 recent"),
+        ("--config learned_budget.py --steps 0", "steps=0 must be at least 1"),
+        ("--config learned_budget.py --floor 2", "floor=2.0 must be a number from 0 to 1"),
+        ("--config learned_budget.py --held-out 1", "held_out=1 must be at least 2"),
+        ("--config learned_budget.py --tasks", "tasks is empty"),
+        ("--config learned_budget.py --future 65", "future=65 rows, but perplexity has 64"),
+        ("--config learned_budget.py --temperature 4 0", "temperatures are positive"),
+        ("--config learned_budget.py --objective task_loss --future 1", "future=1 row predicts no"),
+        ("--config learned_budget.py --tasks key_value key_value", "tasks has 'key_value' twice"),
+        ("--config learned_budget.py --tasks key_value --unseen key_value", "must be some, and not all"),
+        ("--config learned_budget.py --budget 0.25 0.25", "budget has 0.25 twice"),
+        (f"--config learned_budget.py --seed {2**32}", "seed=4294967296 must be at most 2147483647"),
+        (f"--config learned_budget.py --length {10**20}", "must be at most 2147483647"),
+        *((f"--config learned_budget.py --rate {x}", f"rate={x} must be a finite number") for x in ("inf", "-inf")),
+        ("--config learned_budget.py --temperature inf 1", r"temperature=\(inf, 1.0\) must be a finite"),
+        ("--config learned_budget.py --ada-alpha inf", "ada_alpha=inf must be a finite number"),
+        ("--config learned_budget.py --pyramid-beta inf", "pyramid_beta=inf must be a finite number"),
+        ("--config learned_budget.py --kernel-size 4", "odd"),
     ],
 )
 def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        learn.main(["budget", *argv])
+        learn.main(["budget", *argv.split()])
     assert not list(tmp_path.rglob("samples.jsonl"))
 
 
