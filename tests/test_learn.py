@@ -21,23 +21,17 @@ from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
 from kvjax.scores.learned import Learned
 from tests.runs import ROOT, samples
-from tests.test_learn_budget import PROMPTS
+from tests.test_learn_budget import PROMPTS, QUICK, learned
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 STORED = ROOT / "experiments" / "bench_results"
 SMALL = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "30", "--hidden", "4"]
 
 
-def learned(*options, output):
-    """Runs the scorer's command; returns where its results are."""
-    learn.main(["scorer", "--config", "learned_scorer.py", *options, "--output", str(output)])
-    return output
-
-
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory, as_users_run_it):
     """A finished small run of the scorer."""
-    return learned(*SMALL, output=tmp_path_factory.mktemp("scored") / "scorer")
+    return learned("scorer", *SMALL, output=tmp_path_factory.mktemp("scored") / "scorer")
 
 
 @pytest.mark.slow
@@ -77,7 +71,7 @@ def test_the_scorer_resumes(scored, tmp_path):
     directory = tmp_path / "again"
     shutil.copytree(scored, directory)
     (directory / "summary.json").unlink()
-    learned(*SMALL, output=directory)
+    learned("scorer", *SMALL, output=directory)
     assert (directory / "summary.md").read_text() == (scored / "summary.md").read_text()
     a, b = (TrainedHead.load(d / "head.npz") for d in (directory, scored))
     assert a == b
@@ -167,9 +161,6 @@ def test_unseen_tasks_are_not_learned_from(embedded):
     assert (of("calibration"), of("held_out")) == ({"single_needle"}, {"single_needle", "key_value"})
 
 
-QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-out", "8", "--steps", "40"]
-
-
 def test_the_committed_lines_give_the_committed_page_and_its_head_scores(tmp_path):
     directory = STORED / "learned_scorer"
 
@@ -187,7 +178,7 @@ def test_the_committed_lines_give_the_committed_page_and_its_head_scores(tmp_pat
 
 @pytest.mark.exhaustive
 def test_the_learned_score_keeps_more_of_the_attention_to_come(tmp_path):
-    learned(*QUICK, output=tmp_path / "x")
+    learned("scorer", *QUICK, output=tmp_path / "x")
     rows = {r["method"]: r for r in json.loads((tmp_path / "x" / "summary.json").read_text())["rows"]}
     kept = {method: row["kept_attention"] for method, row in rows.items()}
     assert kept["snapkv"] < kept["learned"] < kept["future"]

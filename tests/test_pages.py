@@ -20,7 +20,7 @@ import scipy.stats
 
 from kvjax.experiments import findings, replication
 from kvjax.experiments.board import PARTS
-from kvjax.experiments.core import report_markdown, sources, stats, table, views
+from kvjax.experiments.core import readme, report_markdown, sources, stats, table, views
 from tests.runs import ROOT
 
 STORED = ROOT / "experiments" / "bench_results"
@@ -32,9 +32,7 @@ def records(folder):
 
 def cells(folder, name):
     """The cells of a page's tables."""
-    lines = (folder / name).read_text().splitlines()
-    rows = [[x.strip() for x in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
-    return [row for row in rows if not set(row[0]) <= set("-| ")]
+    return [*readme.rows(folder / name)]
 
 
 def compared(claim, values, full, likely):

@@ -224,6 +224,7 @@ def test_slopes_of_any_number_of_heads(heads, steepest):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ELSEWHERE = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+OUTER = {"original_max_position_embeddings": 32}
 SECTIONS = {
     "scaling_replaces_parameters": {"rope_parameters": DEFAULT, "rope_scaling": YARN},
     "scaling_takes_the_outer_base": {"rope_parameters": DEFAULT, "rope_scaling": YARN, "rope_theta": 700.0},
@@ -233,19 +234,10 @@ SECTIONS = {
     },
     "empty_scaling": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}, "rope_scaling": {}},
     "outer_context_of_yarn": {"rope_scaling": YARN, "original_max_position_embeddings": 4096},
-    "outer_context_of_llama3": {
-        "rope_scaling": {"rope_type": "llama3", **LLAMA3},
-        "original_max_position_embeddings": 32,
-    },
-    "only_outer_context": {
-        "rope_scaling": {"rope_type": "llama3", **ELSEWHERE},
-        "original_max_position_embeddings": 32,
-    },
+    "outer_context_of_llama3": {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, **OUTER},
+    "only_outer_context": {"rope_scaling": {"rope_type": "llama3", **ELSEWHERE}, **OUTER},
     "no_context": {"rope_scaling": {"rope_type": "llama3", **ELSEWHERE}},
-    "yarn_factor_of_the_outer_context": {
-        "rope_scaling": {**YARN, "factor": None},
-        "original_max_position_embeddings": 32,
-    },
+    "yarn_factor_of_the_outer_context": {"rope_scaling": {**YARN, "factor": None}, **OUTER},
     "yarn_band_of_no_width": {"rope_scaling": {**YARN, "original_max_position_embeddings": 4}},
     "no_share": {"partial_rotary_factor": None},
 }
