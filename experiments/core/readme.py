@@ -2,7 +2,7 @@
 
 A part of a README that stands between `<!-- numbers: NAME -->` and `<!-- end -->` has the numbers that `VIEWS[NAME]`
 gives: rows, of which a table has those whose first cells it already has, or numbers, which replace those of a sentence
-in their order.
+or below the titles of a table in their order.
 """
 
 import itertools
@@ -39,9 +39,10 @@ def _filled(name: str, part: str) -> str:
         if unknown := shown - {cells[0] for cells in found}:
             raise ValueError(f"{name} has no rows {sorted(unknown)}, which the README shows")
         return "\n".join([*lines[:3], *(f"| {' | '.join(cells)} |" for cells in found if cells[0] in shown), ""])
-    if len(found) != len(_NUMBER.findall(part)):
-        raise ValueError(f"{name} has the {len(found)} numbers {found}, which are to fill the README's {part!r}")
-    return _NUMBER.sub(lambda _: found.pop(0), part)
+    head, rule, body = part.rpartition("---|\n")
+    if len(found) != len(_NUMBER.findall(body)):
+        raise ValueError(f"{name} has the {len(found)} numbers {found}, which are to fill the README's {body!r}")
+    return head + rule + _NUMBER.sub(lambda _: found.pop(0), body)
 
 
 def _read(*path: str) -> Any:
@@ -115,13 +116,11 @@ def _learned_budget() -> Iterator[Any]:
         yield budget, *(_percent(of[method]) for method in methods)
 
 
-def _curves() -> Iterator[Any]:
-    alone = "`prefill` with the policy and `feed`, divergence and agreement alone"
-    names = "the same function with the same measures", alone
-    for name, of in zip(names, _read("curves.json")["kinds"], strict=True):
-        first = f"{of['first_cpu_seconds']:.0f} s against {of['one_call_first_cpu_seconds']:.0f} s"
-        times = f"{of['seconds']:.1f} s", f"{of['one_call_seconds']:.2f} s", f"{of['ratio']:.1f}x"
-        yield name, *times, f"{first}, {of['first_ratio']:.1f}x"
+def _curves() -> Iterator[str]:
+    for of in _read("curves.json")["kinds"]:
+        yield from (f"{of['seconds']:.1f}", f"{of['one_call_seconds']:.2f}", f"{of['ratio']:.1f}")
+        yield from (f"{of[f'{which}first_cpu_seconds']:.0f}" for which in ("", "one_call_"))
+        yield f"{of['first_ratio']:.1f}"
 
 
 def _stream() -> Iterator[Any]:
@@ -135,20 +134,18 @@ def _peers() -> Iterator[Any]:
         yield tuple(map(str, cells))
 
 
-def _loading() -> Iterator[Any]:
-    parts = {"ready": "until the call returns, s", "read": "until each number has been read once, s"}
-    parts |= {"processor": "processor time until then, s", "peak": "peak memory, of the parameters"}
-    for dtype, of in _read("loading.json")["loading"].items():
-        for key, text in parts.items():
+def _loading() -> Iterator[str]:
+    for of in _read("loading.json")["loading"].values():
+        yield f"{of['kvjax']['size'] / 1e9:.2f}"
+        for key in ("ready", "read", "processor", "peak"):
             ours, theirs = (x[key] / (x["size"] if key == "peak" else 1) for x in (of["kvjax"], of["transformers"]))
-            ratio = f"{ours / theirs:.{1 if ours / theirs < 9.95 else 0}f}"
-            yield f"{dtype}, {of['kvjax']['size'] / 1e9:.2f} GB", text, f"{ours:.2f}", f"{theirs:.2f}", ratio
+            yield from (f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.{1 if ours / theirs < 9.95 else 0}f}")
 
 
-def _compiling() -> Iterator[Any]:
-    for method, programs in _read("compiling.json")["compiling"].items():
-        for what, seconds in programs.items():
-            yield f"{method}, {what}", *(f"{x:.1f}" for x in seconds.values())
+def _compiling() -> Iterator[str]:
+    for programs in _read("compiling.json")["compiling"].values():
+        for seconds in programs.values():
+            yield from (f"{x:.1f}" for x in seconds.values())
 
 
 def _on_gpus(section: str, *files: str) -> list[Any]:
@@ -177,18 +174,9 @@ def claims(*path: str, without: str = "nothing") -> list[str]:
     return [str(n) for n in (sum(count), *count)]
 
 
-def _claims() -> list[str]:
-    return claims("replication.md")
-
-
-def _claims_by_likelihood() -> list[str]:
-    return claims("perplexity", "replication.md")
-
-
+_TABLES = (_main_job, _boards, _gates, _learned_scorer, _unseen, _learned_budget, _curves, _stream, _peers, _loading)
 VIEWS: dict[str, Callable[[], Any]] = {
-    view.__name__.strip("_").replace("_", "-"): view
-    for view in (
-        *(_main_job, _boards, _gates, _learned_scorer, _unseen, _learned_budget, _curves, _stream, _peers, _loading),
-        *(_compiling, _kernels, _models_on_gpus, _claims, _claims_by_likelihood),
-    )
+    view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _compiling, _kernels, _models_on_gpus)
 }
+VIEWS["claims"] = lambda: claims("replication.md")
+VIEWS["claims-by-likelihood"] = lambda: claims("perplexity", "replication.md")
