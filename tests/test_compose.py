@@ -25,7 +25,7 @@ T, M, LENGTHS = 24, 38, np.array([24, 17], np.int32)
 q, k, v = tensors.qkv(3, T=M)
 TENSORS = [{"q": q, "k": k, "v": v}]
 ONE = [{name: x[:1] for name, x in TENSORS[0].items()}]
-H2O = methods.h2o(8)
+FULL, H2O = kvjax.Policy(), methods.h2o(8)
 STREAMING = dataclasses.replace(methods.streaming_llm(10, sinks=2), layout=Layout())
 
 
@@ -41,9 +41,9 @@ def planned(policy, layers=1, n=60, more=8):
 # ------------------------------------------------------------------------------------------------ by head
 
 PAIRS = {
-    "duo": (kvjax.Policy(), STREAMING),
+    "duo": (FULL, STREAMING),
     "draws": (methods.random(9), methods.keyformer(7, recent=3)),
-    "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), kvjax.Policy()),
+    "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), FULL),
 }
 
 
@@ -79,17 +79,17 @@ def test_every_head_is_as_under_its_policy_alone(name):
 
 def test_a_member_that_differs_by_layer_is_that_of_its_layer():
     by_layer = kvjax.partition({"h": H2O, "t": methods.tova(6)}, ["h", "t"])
-    mixed = kvjax.partition_heads({"a": by_layer, "b": kvjax.Policy()}, [["a", "b"]] * 2)
-    wanted = kvjax.partition_heads({"h": H2O, "t": methods.tova(6), "b": kvjax.Policy()}, [["h", "b"], ["t", "b"]])
+    mixed = kvjax.partition_heads({"a": by_layer, "b": FULL}, [["a", "b"]] * 2)
+    wanted = kvjax.partition_heads({"h": H2O, "t": methods.tova(6), "b": FULL}, [["h", "b"], ["t", "b"]])
     assert [mixed.at(i, 2) for i in range(2)] == [wanted.at(i, 2) for i in range(2)]
 
 
 def test_a_layer_of_one_label_is_under_its_policy():
     """Labels may come from a table of truth values, as of retrieval heads."""
-    full, tova = kvjax.Policy(), methods.tova(8)
-    policy = kvjax.partition_heads({True: full, False: tova}, np.array([[False, False], [True, False]]))
+    tova = methods.tova(8)
+    policy = kvjax.partition_heads({True: FULL, False: tova}, np.array([[False, False], [True, False]]))
     assert policy.at(0, 2) == tova
-    assert policy == kvjax.partition_heads({True: full, False: tova}, [[False, False], [True, False]])
+    assert policy == kvjax.partition_heads({True: FULL, False: tova}, [[False, False], [True, False]])
     for change in (lambda p: kvjax.when(Schedule(every=4), p), lambda p: kvjax.protect(p, sinks=1, recent=2)):
         assert change(by_head(H2O, tova)) == by_head(change(H2O), change(tova))
 
@@ -111,10 +111,7 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
     [
         (lambda: kvjax.partition_heads({"a": H2O}, [[*"ab"]]), "there is no policy with the label 'b', but with 'a'"),
         (lambda: kvjax.partition_heads({"a": H2O}, [[*"aa"]] * 2), "there are 2 labels for 1 layers; give one a layer"),
-        (
-            lambda: kvjax.partition_heads({"a": H2O, "b": kvjax.Policy()}, [[*"aab"]]),
-            "has 3 labels in layer 0, which has",
-        ),
+        (lambda: kvjax.partition_heads({"a": H2O, "b": FULL}, [[*"aab"]]), "has 3 labels in layer 0, which has"),
         (
             lambda: by_head(H2O, kvjax.shared_layers(H2O)),
             "SharedLayers decides for all layers at once, so it cannot be",
@@ -251,7 +248,7 @@ def test_a_chain_plans_for_its_smallest_member():
 )
 def test_room_between_evictions(schedule, room):
     assert schedule.room(100) == room
-    (info,) = planned(kvjax.Policy(), n=40, more=100).infos
+    (info,) = planned(FULL, n=40, more=100).infos
     sizes = kvjax.when(schedule, methods.window(16)).sizes(info, np.array([40]))
     assert sizes.per_head.tolist() == [16 + room]
 

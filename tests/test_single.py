@@ -135,6 +135,7 @@ class Nothing(Score, Select, Rewrite):
 
 SHAPES = r"but the layer has slots of shape \(2, 2, 12\); give bool of shape \(B, K, S\)"
 first = lambda score, budgets, slots: slots.kv.pos < budgets[..., None]
+every = lambda score, budgets, slots: slots.kv.live
 with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decision, v=make(slots.kv.v)))
 
 
@@ -145,11 +146,7 @@ with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decisi
         ("select", Gives(lambda *x: first(*x).astype(float)), rf"and type float32, {SHAPES}"),
         ("select", Gives(lambda *x: first(*x)[:, 0]), rf"Gives gives masks of shape \(2, 12\) and type bool, {SHAPES}"),
         ("select", Gives(lambda *x: [True]), f"Gives gives masks as a list, {SHAPES}"),
-        (
-            "select",
-            Gives(lambda score, budgets, slots: slots.kv.live),
-            "the selection Gives keeps 12 tokens or more in a head",
-        ),
+        ("select", Gives(every), "the selection Gives keeps 12 tokens or more in a head"),
         (
             "select",
             Gives(first),
