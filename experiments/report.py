@@ -2,6 +2,7 @@
 
     python experiments/report.py results/*
     python experiments/report.py results/snapkv results/h2o lm_eval_output --output results/report
+    python experiments/report.py --readme
 
 Reads runs of `experiments/run.py`, of lm-eval (`--output_path`, with `--log_samples` for rows and comparisons) and of
 `experiments/reproduce.py`, and writes `report.html`, one file that needs no network, `report.md`, and `cells.csv`, a
@@ -39,11 +40,13 @@ class Page:
       runs: results directories.
       output: directory for report.html, report.md and cells.csv.
       samples: lines of every number within the page, at most.
+      readme: writes the numbers of the project's own READMEs from its committed results instead.
     """
 
     runs: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional]
     output: pathlib.Path = pathlib.Path("results/report")
     samples: int = 3
+    readme: bool = False
 
     def __post_init__(self):
         check_whole(0, samples=self.samples)
@@ -95,6 +98,13 @@ def main(argv: Sequence[str]) -> None:
     """Reads, writes, and names what was left out."""
     with plain_errors():
         shown = tyro.cli(Page, args=argv, prog="experiments/report.py", description=__doc__)
+        if shown.readme:
+            from kvjax.experiments.core import readme
+
+            for path, text in readme.changed().items():
+                write_bytes(path, text.encode())
+                print(f"numbers written to {path}")
+            return
         numbers = write(shown.runs, shown.output, f"python experiments/report.py {shlex.join(argv)}", shown.samples)
         print(f"{len(numbers)} numbers written to {shown.output / _PAGE}")
 

@@ -19,7 +19,6 @@ from jax._src.interpreters import mlir
 from safetensors.numpy import load_file
 
 from kvjax import models
-from tests import quick
 
 # Most of the suite's time is compilation of programs that run for milliseconds.
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -48,9 +47,9 @@ _TESTS = itertools.count(1)  # reading what is mapped takes as long as many a te
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks as slow what is exhaustive, and what `quick.py` leaves to CI, before `-m` selects."""
+    """Marks as slow what is exhaustive, before `-m` selects."""
     for item in items:
-        if item.get_closest_marker("exhaustive") or quick.is_slow(item.path.name, item.name):
+        if item.get_closest_marker("exhaustive"):
             item.add_marker("slow")
 
 

@@ -20,6 +20,7 @@ from kvjax.experiments import run
 from kvjax.experiments.core import records
 from kvjax.storage import Pool
 from tests import runs
+from tests.marks import slow_but
 
 if jax.device_count() < 8:
     pytest.exit(__doc__, returncode=4)
@@ -68,10 +69,9 @@ POLICIES = {
     "keyformer": methods.keyformer(BUDGET, recent=3),  # noise by the number of a head
     "streaming_llm": methods.streaming_llm(BUDGET, sinks=2),  # positions in the cache
 }
-FAST = ("h2o", "ada_snapkv")
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in POLICIES])
+@pytest.mark.parametrize("name", slow_but(POLICIES, "h2o", "ada_snapkv"))
 def test_a_method_is_what_it_is_on_one_device(name):
     model, params = of()
     generate = functools.partial(kvjax.generate, model, params, TOKENS, policy=POLICIES[name], **OPTIONS)

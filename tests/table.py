@@ -21,6 +21,7 @@ from kvjax.evict import Evict
 from kvjax.methods.profile import FastGen
 from tests import kept
 from tests.cases import CASES, Sizes
+from tests.marks import marks
 
 RECORDED = kept.recorded("raw")  # of every row, at the budgets that it takes
 MADE = {  # compositions that only laws need
@@ -124,18 +125,11 @@ DECODED = {
 FEW = {"h2o", "ada_snapkv", "quest"}
 
 
-def rows(quick, without=()):
-    """A test for every row of the table; those that are not `quick` are exhaustive."""
+def rows(quick, without=(), smoke=SMOKE):
+    """A test for every row of the table; those that are not `quick` are exhaustive, of those `smoke` is not slow."""
     assert {*quick, *without} <= set(MAKE)
-    each = [pytest.param(Case(name), marks=marks(name, quick), id=name) for name in MAKE if name not in without]
+    each = [pytest.param(Case(name), marks=marks(name, quick, smoke), id=name) for name in MAKE if name not in without]
     return pytest.mark.parametrize("case", each)
-
-
-def marks(name, quick):
-    """Those of a row of a table with these `quick` rows."""
-    if name not in quick:
-        return pytest.mark.exhaustive
-    return () if name in SMOKE else pytest.mark.slow
 
 
 # ------------------------------------------------------------------------------------------------ what a policy owes

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax import methods
@@ -69,6 +70,7 @@ def test_one_top_k_over_all_layers_and_heads():
     assert len(set(totals.tolist())) > 1
 
 
+@pytest.mark.slow
 def test_a_layer_gets_no_more_than_it_has_slots_for():
     """What it would have had goes to the next best of the others."""
     policy = methods.layer_defensivekv(10, window=W, kernel=3, mass=0.0)
@@ -77,6 +79,7 @@ def test_a_layer_gets_no_more_than_it_has_slots_for():
     assert totals(1.1).sum() == L * K * 10
 
 
+@pytest.mark.slow
 def test_layers_get_tokens_in_proportion_to_the_entropy_of_their_scores():
     policy = dataclasses.replace(methods.lava(10, window=W, kernel=3), max_ratio=3.0)
     live, score, competes = decided(policy)
@@ -91,6 +94,7 @@ def test_layers_get_tokens_in_proportion_to_the_entropy_of_their_scores():
         assert (np.abs(totals / K - W - shares) < 1).all()
 
 
+@pytest.mark.slow
 def test_one_layer_alone_has_the_average_and_none_is_left_without_a_token():
     cake, arrays = methods.cake(10, window=W, kernel=3), qkv(1)
     np.testing.assert_array_equal(kvjax.evict_layer(cake, *arrays).live, kvjax.evict_layer(cake.policy, *arrays).live)

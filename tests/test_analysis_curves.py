@@ -109,6 +109,7 @@ def test_losses_of_a_mask_are_those_of_plain_loops(tiny):
     np.testing.assert_allclose(found.agreement, (full.argmax(-1) == logits.argmax(-1)).mean(-1), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["random", "ada_snapkv"])
 def test_curves_are_means_of_single_runs(shallow, curves, name):
     """Of one policy at one budget and one seed, without an oracle."""
@@ -121,6 +122,7 @@ def test_curves_are_means_of_single_runs(shallow, curves, name):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5, err_msg=field.name)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_by_a_budget_that_holds_everything(curves):
     for loss, value in (("l1", 0.0), ("lost", 0.0), ("regret_layers", 0.0), ("kl", 0.0), ("agreement", 1.0)):
         np.testing.assert_allclose(curves.values(loss)[:, -1], value, atol=1e-4)
@@ -160,6 +162,7 @@ def test_an_equal_call_compiles_nothing_and_means_have_intervals(shallow, curves
         curves.difference("l1", "window", "nobody")
 
 
+@pytest.mark.slow
 def test_masks_are_mapped_over(shallow):
     reading = analysis.read(*shallow, TOKENS, CONTINUATION, lengths=LENGTHS)
     rank = jnp.broadcast_to(jnp.arange(T)[::-1], (1, B, 2, T))
@@ -169,6 +172,7 @@ def test_masks_are_mapped_over(shallow):
     np.testing.assert_allclose(found.kl[1], 0.0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_slots_hold_after_a_rewrite_is_read(shallow):
     """Its losses are those of the rewritten layers, as a user's own run has them; bounds of masks do not hold."""
     policy = dataclasses.replace(methods.kvzip(8), rewrite=Doubled())

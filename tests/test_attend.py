@@ -12,6 +12,7 @@ from kvjax import methods
 from kvjax.budgets import HeadShares
 from kvjax.compose import across
 from tests import tensors
+from tests.marks import slow_but
 
 T, LENGTHS = 24, np.array([24, 17], np.int32)
 IDS = np.asarray(tensors.token_ids(2, T))
@@ -83,7 +84,9 @@ IN_ONE_HEAD = r"Function gives no token .* \(NaN in layer 0, in 2 of 4 kv heads 
 IN_ONE_LAYER = r"Function gives no token .* \(NaN in layer 1, in 4 of 4 kv heads of the batch\)"
 
 
-@pytest.mark.parametrize("heads", [None, kvjax.Adaptive(1.0), kvjax.Adaptive(0.5), HeadShares(((1.0, 3.0),))])
+@pytest.mark.parametrize(
+    "heads", slow_but([None, kvjax.Adaptive(1.0), kvjax.Adaptive(0.5), HeadShares(((1.0, 3.0),))], None)
+)
 def test_a_head_without_numbers_is_named_however_its_budget_is_divided(heads):
     """Even where it got no budget, which its scores decided. Whatever is kept whole needs no score."""
     policy, arrays = dataclasses.replace(HEAD, heads=heads), tensors.qkv(3, T=16)
@@ -92,6 +95,7 @@ def test_a_head_without_numbers_is_named_however_its_budget_is_divided(heads):
     assert kvjax.evict_layer(policy, *(x[:, :, :8] for x in arrays)).live.all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [across.ScoreEntropy(), across.by_top_scores])
 def test_a_layer_that_loses_to_others_by_no_number_is_named(by, tiny):
     model, params = tiny

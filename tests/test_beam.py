@@ -11,6 +11,7 @@ import pytest
 
 from kvjax import budgets, compose, contract, generate, generate_beams, generate_beams_from, methods, models
 from kvjax.drivers import beam, generation, steps
+from tests.marks import exhaustive_but
 
 M, T, V = 8, 12, 41
 LENGTHS = np.array([T, 9, 5])
@@ -23,11 +24,7 @@ POLICIES = {
     "turned": methods.streaming_llm(8, sinks=2),
     "interval": compose.when(budgets.Schedule(every=3), methods.tova(8)),
 }
-QUICK = "draws", "pool"
-by_policy = pytest.mark.parametrize(
-    "policy",
-    [pytest.param(p, id=name, marks=() if name in QUICK else pytest.mark.exhaustive) for name, p in POLICIES.items()],
-)
+by_policy = pytest.mark.parametrize("name", exhaustive_but(POLICIES, "draws", "pool"))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,7 @@ def assert_same_cache(state, row, other, other_row):
 
 
 STOPS = (False, True, "never")
-QUICK_SEARCHES = [(1, 4, 2, True), (2, 3, 1, "never")]
+MARKS = {(1, 4, 2, True): (), (2, 3, 1, "never"): pytest.mark.slow}  # the others are exhaustive
 SEARCHES = [(0, 3, 3, False), *((*sizes, s) for sizes in [(1, 3, 3), (1, 4, 2), (2, 3, 1)] for s in STOPS)]
 
 
@@ -102,7 +99,7 @@ def theirs(tmp_path_factory):
 )
 @pytest.mark.parametrize(
     ("num_ends", "W", "R", "early_stopping"),
-    [pytest.param(*s, marks=() if s in QUICK_SEARCHES else pytest.mark.exhaustive) for s in SEARCHES],
+    [pytest.param(*search, marks=MARKS.get(search, pytest.mark.exhaustive)) for search in SEARCHES],
 )
 def test_equals_transformers(theirs, num_ends, W, R, length_penalty, seed, early_stopping):
     import torch
@@ -168,10 +165,11 @@ def ends_of(result):
     return tuple({int(t) for t in np.asarray(result.tokens)[:, :, 3].ravel()})[:2]
 
 
+@pytest.mark.slow
 @by_policy
-def test_evicted_caches_equal_a_search_row_by_row(small, search, policy):
+def test_evicted_caches_equal_a_search_row_by_row(small, search, name):
     """Tokens, scores and the returned hypotheses' caches, without end tokens and with."""
-    W, R, keys = 3, 2, jax.random.split(jax.random.key(9), 3)
+    policy, W, R, keys = POLICIES[name], 3, 2, jax.random.split(jax.random.key(9), 3)
     how = {"policy": policy, "num_return_sequences": R, "key": keys, "buckets": False}
     free = search(eos_ids=(), **how)
     assert max(int(kv.num_live.max()) for kv in free.state.layers) < T + M - 1
@@ -189,9 +187,10 @@ def test_evicted_caches_equal_a_search_row_by_row(small, search, policy):
                 assert_same_cache(result.state, b * R + r, expected[r][2], 0)
 
 
+@pytest.mark.slow
 @by_policy
-def test_one_beam_is_greedy(small, search, policy):
-    how = {"policy": policy, "key": jax.random.key(3), "pad_id": 40}
+def test_one_beam_is_greedy(small, search, name):
+    how = {"policy": POLICIES[name], "key": jax.random.key(3), "pad_id": 40}
     run = functools.partial(generate, *small, TOKENS, lengths=LENGTHS, max_new_tokens=M, **how)
     free = run(eos_ids=()).tokens
     np.testing.assert_array_equal(search(num_beams=1, eos_ids=(), **how).tokens[:, 0], free)
@@ -211,6 +210,7 @@ def test_one_beam_breaks_near_ties_as_greedy_does():
     assert int(found.tokens[0, 0]) == int(logits.argmax()) == 2
 
 
+@pytest.mark.slow
 def test_a_row_gets_what_it_gets_alone(search):
     """Though rows close at different steps, and draw at random."""
     keys = jax.random.split(jax.random.key(1), 3)
@@ -227,6 +227,7 @@ def test_a_row_gets_what_it_gets_alone(search):
             assert_same_cache(together.state, 2 * b + r, alone.state, r)
 
 
+@pytest.mark.slow
 def test_the_loop_ends_with_the_last_open_sequence(search):
     """Of the 300 tokens that it may have, it reads a few; fewer if it ends with the first full pool."""
     every = tuple(range(V - 2))  # two tokens that do not end
@@ -237,6 +238,7 @@ def test_the_loop_ends_with_the_last_open_sequence(search):
     assert longest[True] <= longest[False] < 20
 
 
+@pytest.mark.slow
 def test_a_search_behind_fed_tokens(small, search):
     """`generate_beams_from` on what other drivers returned equals the search behind the whole prompt."""
     how = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 4, "eos_ids": (5, 6), "length_penalty": 0.5}
@@ -253,6 +255,7 @@ def test_a_search_behind_fed_tokens(small, search):
     np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_equal_search_compiles_nothing(search):
     """Penalties and rules of stopping are data, and so are budgets that need as many slots."""
     run = lambda penalty, stop: search(

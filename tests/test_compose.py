@@ -16,6 +16,7 @@ from kvjax.methods import variants
 from kvjax.scores.attention import Recency
 from kvjax.storage import Pool
 from tests import table, tensors
+from tests.marks import exhaustive_but, slow_but
 from tests.tensors import live_positions
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -24,7 +25,7 @@ T, M, LENGTHS = 24, 38, np.array([24, 17], np.int32)
 q, k, v = tensors.qkv(3, T=M)
 TENSORS = [{"q": q, "k": k, "v": v}]
 ONE = [{name: x[:1] for name, x in TENSORS[0].items()}]
-H2O = methods.h2o(8)
+FULL, H2O = kvjax.Policy(), methods.h2o(8)
 STREAMING = dataclasses.replace(methods.streaming_llm(10, sinks=2), layout=Layout())
 
 
@@ -40,9 +41,9 @@ def planned(policy, layers=1, n=60, more=8):
 # ------------------------------------------------------------------------------------------------ by head
 
 PAIRS = {
-    "duo": (kvjax.Policy(), STREAMING),
+    "duo": (FULL, STREAMING),
     "draws": (methods.random(9), methods.keyformer(7, recent=3)),
-    "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), kvjax.Policy()),
+    "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), FULL),
 }
 
 
@@ -60,7 +61,8 @@ def by_head(one, other, **how):
     return kvjax.partition_heads({"a": one, "b": other}, [["a", "b"]], **how)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "duo" else pytest.mark.exhaustive) for n in PAIRS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", exhaustive_but(PAIRS, "duo"))
 def test_every_head_is_as_under_its_policy_alone(name):
     """In slots of its own, as many as it has alone; in a partition of a partition too."""
     run = lambda policy: tensors.replay(policy, TENSORS, T, lengths=LENGTHS)
@@ -77,17 +79,17 @@ def test_every_head_is_as_under_its_policy_alone(name):
 
 def test_a_member_that_differs_by_layer_is_that_of_its_layer():
     by_layer = kvjax.partition({"h": H2O, "t": methods.tova(6)}, ["h", "t"])
-    mixed = kvjax.partition_heads({"a": by_layer, "b": kvjax.Policy()}, [["a", "b"]] * 2)
-    wanted = kvjax.partition_heads({"h": H2O, "t": methods.tova(6), "b": kvjax.Policy()}, [["h", "b"], ["t", "b"]])
+    mixed = kvjax.partition_heads({"a": by_layer, "b": FULL}, [["a", "b"]] * 2)
+    wanted = kvjax.partition_heads({"h": H2O, "t": methods.tova(6), "b": FULL}, [["h", "b"], ["t", "b"]])
     assert [mixed.at(i, 2) for i in range(2)] == [wanted.at(i, 2) for i in range(2)]
 
 
 def test_a_layer_of_one_label_is_under_its_policy():
     """Labels may come from a table of truth values, as of retrieval heads."""
-    full, tova = kvjax.Policy(), methods.tova(8)
-    policy = kvjax.partition_heads({True: full, False: tova}, np.array([[False, False], [True, False]]))
+    tova = methods.tova(8)
+    policy = kvjax.partition_heads({True: FULL, False: tova}, np.array([[False, False], [True, False]]))
     assert policy.at(0, 2) == tova
-    assert policy == kvjax.partition_heads({True: full, False: tova}, [[False, False], [True, False]])
+    assert policy == kvjax.partition_heads({True: FULL, False: tova}, [[False, False], [True, False]])
     for change in (lambda p: kvjax.when(Schedule(every=4), p), lambda p: kvjax.protect(p, sinks=1, recent=2)):
         assert change(by_head(H2O, tova)) == by_head(change(H2O), change(tova))
 
@@ -109,10 +111,7 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
     [
         (lambda: kvjax.partition_heads({"a": H2O}, [[*"ab"]]), "there is no policy with the label 'b', but with 'a'"),
         (lambda: kvjax.partition_heads({"a": H2O}, [[*"aa"]] * 2), "there are 2 labels for 1 layers; give one a layer"),
-        (
-            lambda: kvjax.partition_heads({"a": H2O, "b": kvjax.Policy()}, [[*"aab"]]),
-            "has 3 labels in layer 0, which has",
-        ),
+        (lambda: kvjax.partition_heads({"a": H2O, "b": FULL}, [[*"aab"]]), "has 3 labels in layer 0, which has"),
         (
             lambda: by_head(H2O, kvjax.shared_layers(H2O)),
             "SharedLayers decides for all layers at once, so it cannot be",
@@ -177,13 +176,13 @@ def first_head(kv, stats, ctx):
     return kv.pos.astype(jnp.float32) + jnp.asarray([100.0, 0.0])[None, :, None]
 
 
-@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("pool", slow_but([False, True], True))
 @pytest.mark.parametrize(
     ("heads", "when", "shares"),
     [
         (HeadShares(((1.0, 3.0),)), Schedule(every=4), [6, 18]),
-        (HeadShares(((1.0, 3.0),)), Schedule(every=1, before=True), [7, 17]),
-        (kvjax.Adaptive(1.0), Schedule(every=4), [24, 0]),
+        pytest.param(HeadShares(((1.0, 3.0),)), Schedule(every=1, before=True), [7, 17], marks=pytest.mark.slow),
+        pytest.param(kvjax.Adaptive(1.0), Schedule(every=4), [24, 0], marks=pytest.mark.slow),
     ],
     ids=["table", "table before", "adaptive"],
 )
@@ -197,8 +196,8 @@ def test_heads_get_their_shares_at_the_first_eviction(heads, when, shares, pool)
         assert counts[-1] == shares or sum(counts[-1]) == 24
 
 
-@pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("sinks", [0, 2])
+@pytest.mark.parametrize("pool", slow_but([False, True], True))
+@pytest.mark.parametrize("sinks", slow_but([0, 2], 2))
 def test_room_is_made_beside_the_sinks_of_every_head(sinks, pool):
     """Also where a table leaves a head nothing else."""
     policy = methods.streaming_llm(sinks + 4, sinks=sinks)
@@ -210,7 +209,11 @@ def test_room_is_made_beside_the_sinks_of_every_head(sinks, pool):
         assert rich == [*range(sinks), *range(n - 7, n)]
 
 
-@pytest.mark.parametrize("heads", [HeadShares(((1.0, 0.0),)), kvjax.Adaptive(1.0)], ids=["table", "adaptive"])
+@pytest.mark.parametrize(
+    "heads",
+    [pytest.param(HeadShares(((1.0, 0.0),)), marks=pytest.mark.slow), kvjax.Adaptive(1.0)],
+    ids=["table", "adaptive"],
+)
 def test_what_is_spared_leaves_room_for_what_is_protected(heads):
     policy = dataclasses.replace(methods.roco(12, scope=kvjax.Share(0.5)), sinks=3, recent=2, heads=heads)
     seen = tensors.replay(policy, [{name: x[:, :, :27] for name, x in ONE[0].items()}], T)
@@ -245,7 +248,7 @@ def test_a_chain_plans_for_its_smallest_member():
 )
 def test_room_between_evictions(schedule, room):
     assert schedule.room(100) == room
-    (info,) = planned(kvjax.Policy(), n=40, more=100).infos
+    (info,) = planned(FULL, n=40, more=100).infos
     sizes = kvjax.when(schedule, methods.window(16)).sizes(info, np.array([40]))
     assert sizes.per_head.tolist() == [16 + room]
 
@@ -269,6 +272,7 @@ def test_layers_that_share_a_decision_share_all_their_statistics():
     assert all(best(x) != found[0] for x in votes)
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_decision_have_one_budget():
     """What gives them others is refused; what gives them the same, of which heads have other shares, is not."""
     h2o = methods.h2o(8, recent=2)

@@ -116,6 +116,10 @@ def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_p
         loading.function("mine.py")
 
 
+array = lambda x: lambda f: np.save(f, x)
+arrays = lambda **named: lambda f: np.savez(f, **named)
+
+
 @pytest.mark.parametrize(
     ("config", "option", "write", "message"),
     [
@@ -126,25 +130,20 @@ def test_files_elsewhere_import_those_beside_them_whenever_their_code_runs(tmp_p
             "there is no .*file; make one: python experiments/probe.py heads --model embedded",
         ),
         ("kvzap", "function", lambda f: f.write(b"PK"), "file is no file of numpy's arrays"),
-        ("headkv", "importance", lambda f: np.save(f, np.array("x")), "'heads' of <U1 that are no finite floats"),
+        ("headkv", "importance", array(np.array("x")), "'heads' of <U1 that are no finite floats"),
         (
             "headkv",
             "importance",
-            lambda f: np.save(f, np.ones((4, 4, 8))),
+            array(np.ones((4, 4, 8))),
             r"importance=float64.4, 4, 8. must be finite numbers of shape \(L, K\)",
         ),
-        ("headkv", "importance", lambda f: np.save(f, np.ones((3, 4))), r"\(3, 4\), but embedded has 4 layers of 4 kv"),
-        ("duo_attention", "gates", lambda f: np.save(f, np.ones((4, 2))), r"\(4, 2\), but embedded has 4 layers of 4"),
-        ("q_filters", "filters", lambda f: np.savez(f, a=np.ones(3)), "has 1 arrays, but filters are one"),
-        ("kvzap", "function", lambda f: np.save(f, np.ones(3)), r"has one array of the shape \(3,\)"),
-        ("kvzap", "function", lambda f: np.savez(f, out=np.ones((4, 128, 4))), "has the weights"),
-        ("kvzap", "function", lambda f: np.savez(f, out=np.ones((3, 128, 4))), r"\(3, 128, 4\), but embedded has 4"),
-        (
-            "expected_attention",
-            "queries",
-            lambda f: np.savez(f, mean=np.full(3, np.nan)),
-            "'mean' of float64 that are no",
-        ),
+        ("headkv", "importance", array(np.ones((3, 4))), r"\(3, 4\), but embedded has 4 layers of 4 kv"),
+        ("duo_attention", "gates", array(np.ones((4, 2))), r"\(4, 2\), but embedded has 4 layers of 4"),
+        ("q_filters", "filters", arrays(a=np.ones(3)), "has 1 arrays, but filters are one"),
+        ("kvzap", "function", array(np.ones(3)), r"has one array of the shape \(3,\)"),
+        ("kvzap", "function", arrays(out=np.ones((4, 128, 4))), "has the weights"),
+        ("kvzap", "function", arrays(out=np.ones((3, 128, 4))), r"\(3, 128, 4\), but embedded has 4"),
+        ("expected_attention", "queries", arrays(mean=np.full(3, np.nan)), "'mean' of float64 that are no"),
         ("duo_attention", "gates", "{}", "file.json has no 'gates'; give what experiments/learn.py gates wrote"),
         ("duo_attention", "gates", "{", "file.json is no file of JSON that can be read"),
         ("duo_attention", "gates", '{"gates": [[1, 1]]}', r"file.json is of shape \(1, 2\), but embedded has 4 layers"),

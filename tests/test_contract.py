@@ -21,6 +21,7 @@ def test_the_contract_stays_small(name):
     assert contract.sizes()[name] <= LIMITS[name]
 
 
+@pytest.mark.slow
 def test_generating_enters_few_functions():
     """In a process of its own, whose state no other test has changed."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.contract"]

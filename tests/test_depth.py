@@ -56,6 +56,7 @@ LENGTHS = np.array([24, 17], np.int32)
 TOKENS = np.random.default_rng(0).integers(1, 61, (2, 24)).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_a_prompt_that_is_read_inside_of_jit_keeps_the_same(name, tiny):
     (model, params), case = tiny, table.Case(name)

@@ -28,6 +28,7 @@ from kvjax.observe import Reread
 from kvjax.scores.attention import Faded
 from tests import recorded, tensors
 from tests.by_hand import moment
+from tests.marks import marks
 
 HERE, ROOT = pathlib.Path(__file__).parent, pathlib.Path(kvjax.__file__).parent
 RECORDED = json.loads((HERE / "golden" / "disagreements.json").read_text())
@@ -61,12 +62,9 @@ def found(policy, row):
     return kept, scores
 
 
-def marks(number):
-    return () if number in QUICK else pytest.mark.slow if number in SLOW else pytest.mark.exhaustive
-
-
 @pytest.mark.parametrize(
-    "row", [pytest.param(x, marks=marks(x["number"]), id=f"{x['number']} {x['call']}") for x in RECORDED]
+    "row",
+    [pytest.param(x, marks=marks(x["number"], QUICK + SLOW, QUICK), id=f"{x['number']} {x['call']}") for x in RECORDED],
 )
 def test_it_keeps_what_the_plain_formulation_keeps(row):
     kept, scores = found(eval(row["call"], NAMES), row)

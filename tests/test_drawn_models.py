@@ -1,6 +1,5 @@
 """Logits against transformers, of configurations that hypothesis draws for every architecture."""
 
-import copy
 import dataclasses
 import pathlib
 import tempfile
@@ -11,10 +10,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from kvjax import feed, prefill
-from tests.test_parity import CACHE, NEW, T, all_logits, assert_close, saved, tokens, torch
+from tests.test_parity import NEW, T, check_logits, saved
 
-LENGTHS = T, 12
 ACTS = st.sampled_from(("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"))
 FLAG, CAP, WIDTH = st.booleans(), st.none() | st.floats(2, 50), st.none() | st.integers(5, 48)
 WINDOW, SCALAR = st.integers(2, T + 2), st.integers(4, 40)
@@ -214,22 +211,7 @@ DRAWN = {
 )
 @hypothesis.given(data=st.data())
 def test_drawn_models(architecture, data):
-    """A left-padded batch is read and decoded; every row's logits are theirs, of the row alone."""
     options = data.draw(config(DRAWN[architecture]))
     with tempfile.TemporaryDirectory() as path:
         # With weights three times as large, attention can be so sharp that each is 1e-5 from the result in float64.
-        theirs, model, params = saved(architecture, options, pathlib.Path(path), scale=2.0)
-    ids = tokens()
-    prompt = all_logits(model, params, ids[:, :T], LENGTHS)
-    first, state = prefill(model, params, ids[:, :T], lengths=LENGTHS, max_new_tokens=NEW)
-    rest, _ = feed(model, params, ids[:, T:], state)
-    with torch.no_grad():
-        for row, n in enumerate(LENGTHS):
-            fresh = copy.deepcopy(theirs)  # dynamic scaling remembers earlier calls
-            out = fresh(torch.tensor(ids[row : row + 1, T - n : T]), use_cache=True)
-            assert_close(prompt[row, T - n :], out.logits[0])
-            assert_close(first[row], out.logits[0, -1])
-            for i in range(NEW):
-                token = torch.tensor(ids[row : row + 1, T + i : T + i + 1])
-                out = fresh(token, use_cache=True, **{CACHE: out[CACHE]})
-                assert_close(rest[row, i], out.logits[0, -1])
+        check_logits(*saved(architecture, options, pathlib.Path(path), scale=2.0))

@@ -103,6 +103,7 @@ def exact_match(name, policy, length, per_task):
     return {name: np.mean(found) for name, found in scores.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "length", "per_task", "least", "average"),
     [

@@ -111,7 +111,8 @@ def test_an_answer_whose_logits_are_no_numbers_has_no_score(shallow, asked):
         lines(model, damaged, [example], "after_compression", 1, methods.h2o(6))
 
 
-@pytest.mark.parametrize("protocol", [pytest.param("in_prompt", marks=pytest.mark.slow), "after_compression"])
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["in_prompt", "after_compression"])
 def test_every_row_and_question_gives_what_it_gives_alone(shallow, protocol, monkeypatch):
     policy = methods.keyformer(0.5)  # its temperature depends on what is planned, its noise on the row's key
     together = lines(*shallow, EXAMPLES, protocol, 2, policy)
@@ -164,12 +165,10 @@ def test_a_program_is_for_prompts_whose_padding_is_worth_one():
     assert [(s.width, s.planned) for s in shapes([asked(400, 49)], most=450)] == [(400, 50)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("protocol", "policy", "ends"),
-    [
-        pytest.param("in_prompt", methods.tova(0.5), (), marks=pytest.mark.slow),
-        ("after_compression", kvjax.Policy(), (20, 33, 54)),
-    ],
+    [("in_prompt", methods.tova(0.5), ()), ("after_compression", kvjax.Policy(), (20, 33, 54))],
 )
 def test_answers_that_are_searched_for_are_those_of_the_library(shallow, protocol, policy, ends):
     """Behind questions of several lengths, for as many tokens as each asks for."""

@@ -22,11 +22,13 @@ from kvjax.scores.attention import Accumulated, SparedByDeviation, Votes, rows_s
 from kvjax.storage import Layer, empty
 from tests import tensors
 from tests.by_hand import cache, gone, inputs_of, keep, moment, numbers, read, read_tensors, slots_of, uniform_rows
+from tests.marks import slow_but
 from tests.tensors import live_positions
 
 # --- positions ---
 
 
+@pytest.mark.slow
 def test_e01_position_only(examples):
     e = examples["E01"]
     n, budget, dilation = e["inputs"]["n"], e["params"]["budget"], e["params"]["dilation"]
@@ -49,7 +51,10 @@ def test_e01_position_only(examples):
     assert keep(protected, p) == e["expected"]["random_protect_last1"]
 
 
-@pytest.mark.parametrize(("n", "wanted"), [(3, [0, 1, 2]), (6, [0, 3, 4, 5]), (9, [0, 3, 6, 8]), (12, [3, 6, 9, 11])])
+GRIDS = [(3, [0, 1, 2]), (6, [0, 3, 4, 5]), (9, [0, 3, 6, 8]), (12, [3, 6, 9, 11])]
+
+
+@pytest.mark.parametrize(("n", "wanted"), slow_but(GRIDS, *GRIDS[2:]))
 def test_a_dilated_window_is_filled_until_its_grid_has_enough(n, wanted):
     assert keep(variants.dilated_window_anchored(4, dilation=2), uniform_rows(n)) == wanted
 
@@ -95,6 +100,7 @@ def test_e04_the_mask_with_one_slot_too_many(examples):
     assert shown(0) == e["expected"]["with_recent_zero"]
 
 
+@pytest.mark.slow
 def test_e05_stepwise_mask(examples):
     e = examples["E05"]
     p, (heavy, recent) = np.asarray(e["inputs"]["P"]), (e["params"]["heavy"], e["params"]["recent"])
@@ -350,6 +356,7 @@ def test_a_lazy_layer_keeps_its_ends(threshold, kept):
         assert keep(dataclasses.replace(policy, budget=4), p) == [0, 1, 4, 5]
 
 
+@pytest.mark.slow
 def test_layers_that_compete_keep_short_prompts_whole():
     """Half of 11 tokens does not hold a window of 6, nor does twice that hold all 11."""
     q, k, v = tensors.qkv(0, B=1, T=11)
@@ -358,6 +365,7 @@ def test_layers_that_compete_keep_short_prompts_whole():
     assert [kv.num_live[0].tolist() for kv in layers] == [[11, 11]] * 2
 
 
+@pytest.mark.slow
 def test_e38_limits_in_which_one_method_is_another(examples):
     """Of a padded batch."""
     sized = {"window": 4, "kernel": 3}

@@ -22,11 +22,13 @@ from kvjax.scores.keys import Expected, KeyBias, KeyDifference, KeyNorm, LagRela
 from kvjax.scores.softmax import EntropyScaled, Noisy
 from tests import tensors
 from tests.by_hand import cache, inputs_of, keep, moment, numbers, read, read_tensors, slots_of
+from tests.marks import slow_but
 from tests.tensors import live_positions
 
 # --- softmaxes of their own ---
 
 
+@pytest.mark.slow
 def test_e22_ahakv_prompt(examples):
     e = examples["E22"]
     k = numbers(e["inputs"]["k"])
@@ -145,7 +147,7 @@ def test_e29_lagkv(examples):
     np.testing.assert_allclose(chunks[1:5].reshape(2, 2), e["expected"]["chunk_scores"], atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [8, 4, 2])
+@pytest.mark.parametrize("n", slow_but([8, 4, 2], 8))
 def test_lagkv_keeps_its_sinks_whatever_ties_with_them(examples, n):
     """Sinks, last partition and remainder all score 1, and the newest win ties: sinks are protected instead."""
     k, v = (numbers(examples["E29"]["inputs"][x])[:, :, :n] for x in "kv")
@@ -154,6 +156,7 @@ def test_lagkv_keeps_its_sinks_whatever_ties_with_them(examples, n):
     assert kept(methods.lagkv(2, lag=2, sinks=2)) == [0, 1]
 
 
+@pytest.mark.slow
 def test_e30_chunkkv(examples):
     e = examples["E30"]
     scores, size = jnp.asarray(e["inputs"]["scores"], jnp.float32)[None], e["params"]["chunk"]
@@ -286,6 +289,7 @@ def occupancy(schedule, steps, *, budget, n, make=methods.window):
     return [[len(read[0][0]), len(live[0][0])] for read, live in zip(seen.read, seen.live[1:], strict=True)]
 
 
+@pytest.mark.slow
 def test_e39_schedules(examples):
     e = examples["E39"]
     at = lambda schedule, steps, n=e["inputs"]["n"]: occupancy(schedule, steps, budget=e["params"]["budget"], n=n)

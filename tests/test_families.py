@@ -15,6 +15,7 @@ from kvjax.learning.relax import soften, with_table
 from kvjax.learning.soft import filled, simplex
 from kvjax.pallas_kernels.pytree import pytree
 from tests.float64 import central, relative
+from tests.marks import slow_but
 from tests.tensors import qkv
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -60,7 +61,6 @@ FAMILIES = {
     "nacl": NaclShares(),
     "ahakv": EntropyK(start=6.0),
 }
-every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
 def begun(family, seed=2, spread=0.7):
@@ -69,11 +69,12 @@ def begun(family, seed=2, spread=0.7):
     return params + spread * jnp.asarray(np.random.default_rng(seed).normal(size=params.shape), params.dtype)
 
 
-@every_family
-def test_gradients_are_differences_and_totals_exact(family):
+@pytest.mark.parametrize("name", slow_but(FAMILIES, "heads", "layers"))
+def test_gradients_are_differences_and_totals_exact(name):
     """In float64, at every temperature; also where more is asked for than exists."""
     target = np.random.default_rng(4).normal(size=(B, L, K, S))
     with jax.enable_x64(True):
+        family = FAMILIES[name]
         gates = jax.jit(family.gates)
         seen, params = view(), begun(family)
         loss = lambda x: (jnp.sin(3 * gates(x, seen, jnp.asarray(1.5))) * target).sum()
@@ -141,6 +142,7 @@ def kept(policy):
     return np.stack([np.asarray(kv.live) for kv in each], axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["heads", "layers", "both"])
 def test_tables_keep_the_total(over):
     """Shares of whole tokens differ from real ones by less than a token a head and one a layer."""
@@ -184,7 +186,7 @@ def test_hard_parameters():
     assert said == pytest.approx({"protect": 0.1, "best": 0.4, "random": 0.5})
 
 
-@pytest.mark.parametrize("name", ["both", "pyramid", "safeguard", "window"])
+@pytest.mark.parametrize("name", slow_but(["both", "pyramid", "safeguard", "window"], "window"))
 def test_cold_gates_are_the_hard_policy(name):
     """Real budgets are rounded, so each head may differ by a token or two at its threshold; the total does not."""
     family, base = FAMILIES[name], methods.knorm(7) if name == "window" else snapkv(7)
@@ -232,6 +234,7 @@ def test_what_is_refused(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_a_table_goes_into_any_policy():
     shares = [[1.5, 0.5], [2.0, 1.0], [0.25, 0.75]]
     for policy in (methods.h2o(8, recent=2), methods.roco(8), methods.knorm(8)):

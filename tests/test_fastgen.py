@@ -29,6 +29,7 @@ def test_a_group_is_profiled_by_its_mean():
     assert (chosen(0.56), chosen(0.99)) == ([[0]], [[4]])
 
 
+@pytest.mark.slow
 def test_a_row_that_stands_still_keeps_its_cache(shallow):
     model, params = shallow
     policy = methods.fastgen(range(3), range(3, 30), recovery=0.7)

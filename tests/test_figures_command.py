@@ -78,18 +78,18 @@ def test_help_lists_the_figures(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no_such_figure"], f"there is no figure 'no_such_figure'; there are {', '.join(FIGURES)} and all"),
-        (["loss_bound", "--prompts", "0"], "prompts=0 must be at least 1"),
-        (["loss_bound", "--length", "99999999999"], "must be at most 2147483647"),
-        (["loss_bound", "--layers", "1"], "loss_bound has no layers; those that have are head_concentration"),
-        (["loss_bound", "--seed", "-1"], "seed=-1 must be at least 0"),
-        (["loss_bound", "--output", __file__], "is a file, not a directory"),
-        (["loss_bound", "--no-such-option"], "Unrecognized"),
-        (["loss_bound", "--output", "/proc/nothing"], "No such file or directory: '/proc/nothing'"),
-        (["loss_bound", "--model", "./no_such_model"], "no_such_model"),
-        (["loss_bound", "--text", "latin.txt"], "latin.txt is no text in UTF-8"),
-        (["loss_bound", "--text", "short.txt", "--length", "1"], "length=1; raise the length to 3"),
-        (["loss_bound", "--text", "short.txt", "--prompts", "9", "--length", "48"], "or give more text"),
+        ("no_such_figure", f"there is no figure 'no_such_figure'; there are {', '.join(FIGURES)} and all"),
+        ("loss_bound --prompts 0", "prompts=0 must be at least 1"),
+        ("loss_bound --length 99999999999", "must be at most 2147483647"),
+        ("loss_bound --layers 1", "loss_bound has no layers; those that have are head_concentration"),
+        ("loss_bound --seed -1", "seed=-1 must be at least 0"),
+        ("loss_bound --output short.txt", "is a file, not a directory"),
+        ("loss_bound --no-such-option", "Unrecognized"),
+        ("loss_bound --output /proc/nothing", "No such file or directory: '/proc/nothing'"),
+        ("loss_bound --model ./no_such_model", "no_such_model"),
+        ("loss_bound --text latin.txt", "latin.txt is no text in UTF-8"),
+        ("loss_bound --text short.txt --length 1", "length=1; raise the length to 3"),
+        ("loss_bound --text short.txt --prompts 9 --length 48", "or give more text"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
@@ -97,7 +97,7 @@ def test_what_cannot_be_drawn_is_said_in_a_line(arguments, message, tmp_path, mo
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "short.txt").write_text("a bell")
     with pytest.raises(SystemExit) as e:
-        figures.main(arguments)
+        figures.main(arguments.split())
     assert e.value.code not in (0, None)
     shown = " ".join(f"{e.value} {capsys.readouterr().err}".replace("│", " ").split())
     assert message in shown

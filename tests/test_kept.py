@@ -10,7 +10,8 @@ import kvjax
 from kvjax import methods
 from tests import kept
 from tests.cases import CASES
-from tests.table import MAKE, Case, marks
+from tests.marks import marks
+from tests.table import MAKE, SMOKE, Case
 
 RECORDED = {"raw": kept.recorded("raw"), "embedded": kept.expected("embedded")}
 QUICK = {  # rows of distinct mechanisms
@@ -24,8 +25,8 @@ QUICK = {  # rows of distinct mechanisms
 ON_A_MODEL = ("h2o", "ada_snapkv", "streaming_llm", "keyformer", "snapkv_then_tova", "quest", "fastgen_pooled", "kvzip")
 
 
-def rows(names, quick):
-    return pytest.mark.parametrize("case", [pytest.param(name, marks=marks(name, quick)) for name in names])
+def rows(names, quick, smoke=SMOKE):
+    return pytest.mark.parametrize("case", [pytest.param(name, marks=marks(name, quick, smoke)) for name in names])
 
 
 def test_every_row_is_recorded():
@@ -76,7 +77,7 @@ def on_embedded():
     return kept.embedded()
 
 
-@rows(dict.fromkeys(key.partition(" ")[0] for key in RECORDED["embedded"]), ON_A_MODEL)
+@rows(dict.fromkeys(key.partition(" ")[0] for key in RECORDED["embedded"]), ON_A_MODEL, {"h2o", "kvzip"})
 def test_keeps_what_was_recorded_on_a_model(on_embedded, case):
     """After a padded prompt and after 16 steps, in every layer; and the likeliest tokens."""
     *read, counts, policies = on_embedded

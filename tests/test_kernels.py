@@ -16,6 +16,7 @@ from kvjax.pallas_kernels import Columns, Softmax, attention, hash_uniform, xla
 from kvjax.pallas_kernels.columns import draw_exponential, draw_noise, minus_log
 from kvjax.pallas_kernels.loops import Tile
 from kvjax.pallas_kernels.tiles import tile_size
+from tests.marks import slow_but
 from tests.references import attention as numpy_reference
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -51,8 +52,12 @@ def inputs(*, B=2, N=4, K=2, T=37, cached=0, H=8, pads=5, dead=0.3, dtype="float
 
 
 def compare(arrays, columns, implementation, tolerance, **options):
-    run = functools.partial(attention, columns=columns, implementation=implementation, **options)
-    found = jax.jit(run)(*arrays)
+    check(functools.partial(attention, implementation=implementation), arrays, columns, tolerance, **options)
+
+
+def check(run, arrays, columns, tolerance, **options):
+    """Whether an implementation gives what numpy does."""
+    found = jax.jit(functools.partial(run, columns=columns, **options))(*arrays)
     scale = options.pop("scale", arrays[0].shape[-1] ** -0.5)
     out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=scale, **options)
     np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
@@ -73,8 +78,8 @@ def compare(arrays, columns, implementation, tolerance, **options):
     [
         {},
         {"T": 1, "cached": 20, "pads": 0},
-        {"N": 4, "K": 4, "T": 150, "cached": 9},
-        {"N": 6, "K": 1, "T": 130, "H": 16},
+        pytest.param({"N": 4, "K": 4, "T": 150, "cached": 9}, marks=pytest.mark.slow),
+        pytest.param({"N": 6, "K": 1, "T": 130, "H": 16}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -103,6 +108,7 @@ def test_bias(implementation, T):
     compare(arrays, columns, implementation, TOLERANCE["float32"], bias=some_bias(arrays[4], 4), softcap=3.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("T", [1, 40])
 def test_a_multiplier_of_zero_shows_no_hidden_key(implementation, T):
@@ -120,6 +126,7 @@ def test_a_multiplier_of_zero_shows_no_hidden_key(implementation, T):
 CAPPED = {"softcap": 3.0, "window": 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("T", "options"),
     [
@@ -182,8 +189,10 @@ OWN = (
 )
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-@pytest.mark.parametrize("shape", [{"T": 45, "cached": 6}, {"T": 1, "cached": 20, "pads": 0}], ids=str)
+@pytest.mark.parametrize("implementation", slow_but([*IMPLEMENTATIONS, "interpret"], "xla"))
+@pytest.mark.parametrize(
+    "shape", [pytest.param({"T": 45, "cached": 6}, marks=pytest.mark.slow), {"T": 1, "cached": 20, "pads": 0}], ids=str
+)
 def test_own_softmax(implementation, shape):
     arrays = inputs(**shape)
     T = arrays[0].shape[2]
@@ -201,6 +210,7 @@ def test_own_softmax(implementation, shape):
     compare(arrays, columns[::5], implementation, TOLERANCE["float32"], window=9, softcap=2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_that_are_not_summed(implementation):
     columns = [
@@ -240,20 +250,19 @@ def test_exponential_draws_are_those_of_the_gumbel_noise(per):
 
 
 @pytest.mark.parametrize(
-    "block", [(1, 2), (7, 1), *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ((200, 2), (32, 2), (64, 1)))]
+    "block",
+    [
+        (1, 2),
+        pytest.param((7, 1), marks=pytest.mark.slow),
+        *(pytest.param(block, marks=pytest.mark.exhaustive) for block in ((200, 2), (32, 2), (64, 1))),
+    ],
 )
 def test_any_block_size(block):
-    q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
-    columns = COLUMNS[:6]
-    run = functools.partial(xla.attention, columns=columns, scale=0.3, block=block)
-    found = jax.jit(run)(q, k, v, q_pos, kv_pos)
-    out, lse, measured = numpy_reference.attention(q, k, v, q_pos, kv_pos, columns=columns, scale=0.3)
-    np.testing.assert_allclose(found.out, out, atol=2e-5)
-    np.testing.assert_allclose(found.lse, lse, atol=2e-5)
-    for x, expected in zip(found.columns, measured, strict=True):
-        np.testing.assert_allclose(x, expected, atol=1e-4)
+    run = functools.partial(xla.attention, block=block)
+    check(run, inputs(T=97, cached=5), COLUMNS[:6], TOLERANCE["float32"], scale=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tile", "shape", "options"),
     [
@@ -270,16 +279,9 @@ def test_tiles_of_rows_that_no_statistic_reads(tile, shape, options):
     if "bias" in options:
         options = {"bias": some_bias(arrays[4], 4)}
     columns = Columns(rows=5), Columns(rows=3, element="p2", group_at="before"), Columns(rows=2, summed=False)
-    run = functools.partial(xla.attention, scale=0.3, block=(8, 2), tile=tile, **options)
-    found = run(*arrays, columns=columns)
-    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=0.3, **options)
-    np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
-    np.testing.assert_allclose(found.lse, lse, atol=tolerance)
-    for x, expected in zip(found.columns, measured, strict=True):
-        np.testing.assert_allclose(x, expected, atol=10 * tolerance)
-    alone = run(*arrays)
-    np.testing.assert_allclose(np.asarray(alone.out, np.float64), out, atol=tolerance)
-    np.testing.assert_allclose(alone.lse, lse, atol=tolerance)
+    run = functools.partial(xla.attention, block=(8, 2), tile=tile)
+    for seen in (columns, ()):
+        check(run, arrays, seen, tolerance, scale=0.3, **options)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +292,7 @@ def test_several_cores_share_larger_tiles(num_rows, cores, rows):
     assert tile_size(4, num_rows, 4096, cores) == Tile(rows, rows, 1)
 
 
+@pytest.mark.slow
 def test_gradients_through_tiles():
     q, k, v, q_pos, kv_pos = inputs(T=48, H=4)
 
@@ -321,6 +324,7 @@ def test_rows_that_see_nothing(T, implementation):
     assert not np.asarray(result.columns[0]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize("implementation", EVERY)
 def test_the_only_key_of_a_row_is_above_no_threshold(implementation, T):
@@ -340,6 +344,7 @@ def test_the_only_key_of_a_row_is_above_no_threshold(implementation, T):
     assert not np.asarray(found[..., 1:]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 37])
 @pytest.mark.parametrize("implementation", EVERY)
 def test_no_probability_of_a_uniform_row_is_above_average(implementation, T):
@@ -430,6 +435,7 @@ def compiled_bytes(T, columns):
     return jax.jit(run).lower(*shapes, *ints).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_memory_grows_linearly():
     """No N x N array: four times the prompt takes about four times the memory, statistics included."""
     columns = (Columns(), Columns(element="p2", group_at="before"), Columns(rows=32))

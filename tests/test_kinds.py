@@ -94,10 +94,7 @@ def call(f, **bad):
         (lambda: call(kvjax.generate, buckets=1), "buckets=1 must be True or False"),
         (lambda: call(kvjax.decode_step, state=None), "state=None must be a State, such as kvjax.prefill gives"),
         (lambda: call(kvjax.prefill_each, policies={"h2o": methods.h2o}), "must be a dict of which each is a Policy"),
-        (
-            lambda: call(kvjax.Session.ask, question=[3]),
-            "question=.3. must be text, or a sequence",
-        ),
+        (lambda: call(kvjax.Session.ask, question=[3]), "question=.3. must be text, or a sequence"),
         (lambda: kvjax.partition({"a": methods.h2o(8)}, 3), "labels=3 must be a sequence"),
         (lambda: kvjax.from_fn("norm", 4), "fn='norm' must be a function"),
         (lambda: methods.headkv(8, [[np.nan, 1.0]]), "importance=.* must be finite numbers of shape"),

@@ -147,10 +147,10 @@ def test_a_chain_is_its_members_in_turn(case):
 @pytest.mark.parametrize(
     ("policy", "n"),
     [
-        (methods.snapkv(0.25, window=10), 39),
+        pytest.param(methods.snapkv(0.25, window=10), 39, marks=pytest.mark.slow),
         (methods.streaming_llm(0.25, sinks=4), 17),
-        (methods.roco(0.25, scope=10), 11),
-        (methods.scissorhands(0.25, recent=2, drop=10), 39),
+        pytest.param(methods.roco(0.25, scope=10), 11, marks=pytest.mark.slow),
+        pytest.param(methods.scissorhands(0.25, recent=2, drop=10), 39, marks=pytest.mark.slow),
     ],
     ids=["window", "sinks", "scope", "drop"],
 )

@@ -16,6 +16,7 @@ from kvjax.evict import Evict
 from kvjax.observe import Rows, segment_sum
 from kvjax.scores.attention import Accumulated
 from tests import table, tensors, test_readme
+from tests.marks import slow_but
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -115,7 +116,7 @@ def test_a_padded_row_decodes_as_it_does_alone(case):
     assert [shift(x) for x in together[0]] == [live(x) for x in alone[0]]
 
 
-@table.rows(table.FEW)
+@table.rows(table.FEW, smoke={"h2o"})
 def test_one_block_is_the_whole_prompt(case):
     policy = case.make(case.budget, layers=LAYERS)
     if any(policy.at(i, LAYERS).layout.prompt != "any" for i in range(LAYERS)):
@@ -126,7 +127,7 @@ def test_one_block_is_the_whole_prompt(case):
     assert [live(x) for x in one[0]] == [live(x) for x in other[0]]
 
 
-@table.rows(table.FEW, without=table.LOSSY)
+@table.rows(table.FEW, without=table.LOSSY, smoke={"h2o"})
 def test_a_budget_that_holds_everything_is_full_attention(case, shallow, tiny):
     model, weights = tiny if case.policy.joint else shallow
     draw = np.random.default_rng(1)
@@ -185,7 +186,7 @@ CHANGE_READS = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGE_READS)
+@pytest.mark.parametrize("name", slow_but(CHANGE_READS, "until", "heads in a pool"))
 def test_a_prompt_read_whole_is_one_read_token_by_token(name):
     """The same tokens live afterwards, and have received the same attention."""
     policy = kvjax.chain(CHANGE_READS[name], Watched())
@@ -257,7 +258,7 @@ MERGES = {
 }
 
 
-@pytest.mark.parametrize("name", MERGES)
+@pytest.mark.parametrize("name", slow_but(MERGES, "in blocks", "in a pool"))
 def test_weights_of_a_head_add_up_to_the_tokens_that_it_has_read(name):
     policy, block = MERGES[name]
     pos, weights, finite = history(policy, block=block)

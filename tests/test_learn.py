@@ -21,25 +21,20 @@ from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
 from kvjax.scores.learned import Learned
 from tests.runs import ROOT, samples
-from tests.test_learn_budget import PROMPTS
+from tests.test_learn_budget import PROMPTS, QUICK, learned
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 STORED = ROOT / "experiments" / "bench_results"
 SMALL = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "30", "--hidden", "4"]
 
 
-def learned(*options, output):
-    """Runs the scorer's command; returns where its results are."""
-    learn.main(["scorer", "--config", "learned_scorer.py", *options, "--output", str(output)])
-    return output
-
-
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory, as_users_run_it):
     """A finished small run of the scorer."""
-    return learned(*SMALL, output=tmp_path_factory.mktemp("scored") / "scorer")
+    return learned("scorer", *SMALL, output=tmp_path_factory.mktemp("scored") / "scorer")
 
 
+@pytest.mark.slow
 def test_a_learned_score_is_a_score(scored, embedded):
     """Loaded from its file it goes into a policy, a plan and a compiled run; an equal one compiles nothing new."""
     model, params, _ = embedded
@@ -76,7 +71,7 @@ def test_the_scorer_resumes(scored, tmp_path):
     directory = tmp_path / "again"
     shutil.copytree(scored, directory)
     (directory / "summary.json").unlink()
-    learned(*SMALL, output=directory)
+    learned("scorer", *SMALL, output=directory)
     assert (directory / "summary.md").read_text() == (scored / "summary.md").read_text()
     a, b = (TrainedHead.load(d / "head.npz") for d in (directory, scored))
     assert a == b
@@ -98,43 +93,34 @@ def test_a_full_disk_is_one_error_and_no_log_of_another_library(tmp_path, caplog
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nope.py"], r"no config 'nope.py'; there are learned_budget,"),
-        (["--config", "snapkv.py"], "no config 'snapkv.py'"),
-        (
-            ["--config", "learned_scorer.py"],
-            "is a config of experiments/learn.py scorer, not of experiments/learn.py bu",
-        ),
-        (["--config", "learned_budget.py", "--budget"], "budget is empty"),
-        (["--config", "learned_budget.py", "--budget", "8"], "budget of 8 tokens cannot hold 0 sinks and 16 recent"),
-        (["--config", "learned_budget.py", "--steps", "0"], "steps=0 must be at least 1"),
-        (["--config", "learned_budget.py", "--floor", "2"], "floor=2.0 must be a number from 0 to 1"),
-        (["--config", "learned_budget.py", "--held-out", "1"], "held_out=1 must be at least 2"),
-        (["--config", "learned_budget.py", "--tasks"], "tasks is empty"),
-        (["--config", "learned_budget.py", "--future", "65"], "future=65 rows, but perplexity has 64"),
-        (["--config", "learned_budget.py", "--temperature", "4", "0"], "temperatures are positive"),
-        (["--config", "learned_budget.py", "--objective", "task_loss", "--future", "1"], "future=1 row predicts no"),
-        (["--config", "learned_budget.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
-        (
-            ["--config", "learned_budget.py", "--tasks", "key_value", "--unseen", "key_value"],
-            "must be some, and not all",
-        ),
-        (["--config", "learned_budget.py", "--budget", "0.25", "0.25"], "budget has 0.25 twice"),
-        (["--config", "learned_budget.py", "--seed", str(2**32)], "seed=4294967296 must be at most 2147483647"),
-        (["--config", "learned_budget.py", "--length", str(10**20)], "must be at most 2147483647"),
-        *(
-            (["--config", "learned_budget.py", "--rate", x], f"rate={x} must be a finite number")
-            for x in ("inf", "-inf")
-        ),
-        (["--config", "learned_budget.py", "--temperature", "inf", "1"], r"temperature=\(inf, 1.0\) must be a finite"),
-        (["--config", "learned_budget.py", "--ada-alpha", "inf"], "ada_alpha=inf must be a finite number"),
-        (["--config", "learned_budget.py", "--pyramid-beta", "inf"], "pyramid_beta=inf must be a finite number"),
-        (["--config", "learned_budget.py", "--kernel-size", "4"], "odd"),
+        ("--config nope.py", r"no config 'nope.py'; there are learned_budget,"),
+        ("--config snapkv.py", "no config 'snapkv.py'"),
+        ("--config learned_scorer.py", "is a config of experiments/learn.py scorer, not of experiments/learn.py bu"),
+        ("--config learned_budget.py --budget", "budget is empty"),
+        ("--config learned_budget.py --budget 8", "budget of 8 tokens cannot hold 0 sinks and 16 recent"),
+        ("--config learned_budget.py --steps 0", "steps=0 must be at least 1"),
+        ("--config learned_budget.py --floor 2", "floor=2.0 must be a number from 0 to 1"),
+        ("--config learned_budget.py --held-out 1", "held_out=1 must be at least 2"),
+        ("--config learned_budget.py --tasks", "tasks is empty"),
+        ("--config learned_budget.py --future 65", "future=65 rows, but perplexity has 64"),
+        ("--config learned_budget.py --temperature 4 0", "temperatures are positive"),
+        ("--config learned_budget.py --objective task_loss --future 1", "future=1 row predicts no"),
+        ("--config learned_budget.py --tasks key_value key_value", "tasks has 'key_value' twice"),
+        ("--config learned_budget.py --tasks key_value --unseen key_value", "must be some, and not all"),
+        ("--config learned_budget.py --budget 0.25 0.25", "budget has 0.25 twice"),
+        (f"--config learned_budget.py --seed {2**32}", "seed=4294967296 must be at most 2147483647"),
+        (f"--config learned_budget.py --length {10**20}", "must be at most 2147483647"),
+        *((f"--config learned_budget.py --rate {x}", f"rate={x} must be a finite number") for x in ("inf", "-inf")),
+        ("--config learned_budget.py --temperature inf 1", r"temperature=\(inf, 1.0\) must be a finite"),
+        ("--config learned_budget.py --ada-alpha inf", "ada_alpha=inf must be a finite number"),
+        ("--config learned_budget.py --pyramid-beta inf", "pyramid_beta=inf must be a finite number"),
+        ("--config learned_budget.py --kernel-size 4", "odd"),
     ],
 )
 def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        learn.main(["budget", *argv])
+        learn.main(["budget", *argv.split()])
     assert not list(tmp_path.rglob("samples.jsonl"))
 
 
@@ -175,9 +161,6 @@ def test_unseen_tasks_are_not_learned_from(embedded):
     assert (of("calibration"), of("held_out")) == ({"single_needle"}, {"single_needle", "key_value"})
 
 
-QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-out", "8", "--steps", "40"]
-
-
 def test_the_committed_lines_give_the_committed_page_and_its_head_scores(tmp_path):
     directory = STORED / "learned_scorer"
 
@@ -195,7 +178,7 @@ def test_the_committed_lines_give_the_committed_page_and_its_head_scores(tmp_pat
 
 @pytest.mark.exhaustive
 def test_the_learned_score_keeps_more_of_the_attention_to_come(tmp_path):
-    learned(*QUICK, output=tmp_path / "x")
+    learned("scorer", *QUICK, output=tmp_path / "x")
     rows = {r["method"]: r for r in json.loads((tmp_path / "x" / "summary.json").read_text())["rows"]}
     kept = {method: row["kept_attention"] for method, row in rows.items()}
     assert kept["snapkv"] < kept["learned"] < kept["future"]

@@ -25,6 +25,7 @@ PROMPTS = [
     *("--length", "128", "--calibration", "2", "--held-out", "2", "--tasks", "single_needle", "perplexity"),
     *("--batch-size", "2", "--future", "4"),
 ]
+QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-out", "8", "--steps", "40"]
 SMALL = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "5"]
 
 
@@ -32,16 +33,16 @@ def experiment(*options):
     return run.parse(["--config", "learned_budget.py", *SMALL, *options], "learn.py budget")[0]
 
 
-def learned(*options, output):
+def learned(what, *options, output):
     """Runs the command; returns where its results are."""
-    learn.main(["budget", "--config", "learned_budget.py", *options, "--output", str(output)])
+    learn.main([what, "--config", f"learned_{what}.py", *options, "--output", str(output)])
     return output
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, as_users_run_it):
     """A finished small run."""
-    return learned(*SMALL, output=tmp_path_factory.mktemp("finished") / "learned")
+    return learned("budget", *SMALL, output=tmp_path_factory.mktemp("finished") / "learned")
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +96,11 @@ def test_the_table_is_the_policys(finished):
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
     before = (finished / "samples.jsonl").stat().st_mtime_ns
-    learned(*SMALL, output=finished)
+    learned("budget", *SMALL, output=finished)
     assert (finished / "samples.jsonl").stat().st_mtime_ns == before
     assert "is complete; --restart runs it again" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"another config \(learning\.rate: 0\.1 there, 0\.2 now\)"):
-        learned(*SMALL, "--rate", "0.2", output=finished)
+        learned("budget", *SMALL, "--rate", "0.2", output=finished)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_every_objective_falls_and_every_family_hardens(objective, family, readi
 @pytest.mark.parametrize("name", ["window", "nacl", "ahakv"])
 def test_parameters_of_methods(name, tmp_path):
     """From the command line to a hard policy of the same total, measured on held-out prompts."""
-    learned(*SMALL, "--parametrisation", name, output=tmp_path / name)
+    learned("budget", *SMALL, "--parametrisation", name, output=tmp_path / name)
     table = json.loads((tmp_path / name / "tables" / "0.25.json").read_text())
     assert table["total_off"] < 1e-6
     assert set(table["learned"]) <= {"window_share", "protect", "best", "random", "k"}
@@ -229,12 +230,10 @@ def test_the_main_job_points_to_the_other_scripts():
 
 # --- the whole thing ---
 
-QUICK = ["--budget", "0.25", "--length", "256", "--calibration", "4", "--held-out", "8", "--steps", "40"]
-
 
 def test_learned_budgets_lose_less_on_held_out_prompts(tmp_path):
     """A small run of the default config: less than uniform and pyramid on the same prompts, more than the oracle."""
-    learned(*QUICK, output=tmp_path / "x")
+    learned("budget", *QUICK, output=tmp_path / "x")
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     rows = {r["method"]: r for r in summary["rows"]}
     for name in ("uniform", "pyramid"):

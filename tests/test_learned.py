@@ -79,6 +79,7 @@ def test_kvzap_keeps_what_its_function_says(threshold):
         assert live_positions(kv)[row][head] == sorted([*free[:5], n - 2, n - 1])
 
 
+@pytest.mark.slow
 def test_blocks_do_not_matter_where_a_threshold_decides(wide):
     """In the first layer, whose hidden states depend on the token alone."""
     model, params = wide
@@ -152,6 +153,7 @@ def test_what_is_no_function(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_a_function_is_fitted_to_what_it_can_say():
     """A linear one to linear numbers; one with a hidden layer to what no linear one says."""
     rng = np.random.default_rng(0)
@@ -166,6 +168,7 @@ def test_a_function_is_fitted_to_what_it_can_say():
     assert best[16] < 0.2 * best[None]
 
 
+@pytest.mark.slow
 def test_examples_are_the_scores_of_kvzip_plus_behind_the_sinks(wide):
     """Of rows of different lengths, the tokens of each in order: those of the best scores are what KVzip+ keeps."""
     model, params = wide
@@ -243,6 +246,7 @@ def test_gradients_of_gates_are_differences(wide):
         assert float(penalty(jnp.full((L, K), -0.5), 0.4)) == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_the_policy_reads_what_closed_and_open_gates_read(wide):
     """Token by token, where gates are 0 or 1."""
     model, params = wide

@@ -20,6 +20,7 @@ from kvjax.learning.relax import soften, with_budgets, with_table, with_temperat
 from kvjax.learning.soft import Pass, mass_rank, soft_passes, soft_top_k
 from kvjax.storage import Layer
 from tests.float64 import VOCAB, central, relative
+from tests.marks import slow_but
 from tests.tensors import qkv
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -94,6 +95,7 @@ def test_the_gradient_of_a_budget_is_the_value_at_the_threshold():
     np.testing.assert_allclose(jax.vmap(jax.grad(loss))(jnp.asarray([2.5, 4.5, 3.0])), [8.0, 5.0, 6.0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_passes_take_what_is_left():
     """Three passes against a root finder, and their counts have exact gradients."""
     rng = np.random.default_rng(5)
@@ -143,7 +145,7 @@ def gates(kv):
     return np.where(kv.live, np.exp(np.asarray(kv.log_weight, np.float64)), 0.0)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slow_but(POLICIES, "tova", "ada_snapkv"))
 def test_falling_temperature_ends_at_the_hard_policy(name):
     """The kept tokens become the hard policy's, and a head's gates add up to its budget at every temperature."""
     how = {"lengths": [16, 13], "layer": 1, "num_layers": 2, "out_proj": jnp.ones((4, 8, 6))}
@@ -176,6 +178,7 @@ def said(model, params, state):
     return forward(model, params, TOKENS[:, :3], state)[0]
 
 
+@pytest.mark.slow
 def test_budgets_have_exact_gradients_at_the_output(wide):
     """Of the divergence and of the task loss, in float64; more tokens lose less, and all of them nothing."""
     model, params = wide
@@ -235,23 +238,25 @@ def test_budgets_have_exact_gradients_in_the_eviction_loss():
         assert relative(jax.grad(loss)(jnp.asarray(budgets)), central(loss, budgets)) < 1e-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "block"),
     [
-        methods.h2o(8, recent=3),
-        chain(methods.snapkv(10, window=3, kernel=3), methods.h2o(8, recent=3)),
-        shared_layers(methods.h2o(8, recent=3)),
-        partition({0: Policy(), 1: methods.tova(8)}, (0, 1)),
+        (methods.h2o(8, recent=3), None),
+        (methods.h2o(8, recent=3), 7),
+        (chain(methods.snapkv(10, window=3, kernel=3), methods.h2o(8, recent=3)), None),
+        (shared_layers(methods.h2o(8, recent=3)), None),
+        (partition({0: Policy(), 1: methods.tova(8)}, (0, 1)), None),
     ],
-    ids=["h2o", "chain", "shared_layers", "partition"],
+    ids=["h2o", "in blocks", "chain", "shared_layers", "partition"],
 )
-def test_a_cold_policy_decodes_like_the_hard_one(policy, wide):
-    """Of whole prompts, while decoding, and in every composition; gates multiply, and add up to the budget."""
+def test_a_cold_policy_decodes_like_the_hard_one(policy, block, wide):
+    """Of whole prompts and blocks, and in every composition; gates multiply, and add up to the budget."""
     model, params = wide
     with jax.enable_x64(True):
         logits = []
         for p in (policy, soften(policy, 0.01)):
-            state = after(model, params, p)
+            state = after(model, params, p, block=block)
             step = jax.jit(lambda t, s: decode_step(model, params, t, s))
             for i in range(3):
                 found, state = step(TOKENS[:, i], state)
@@ -260,6 +265,7 @@ def test_a_cold_policy_decodes_like_the_hard_one(policy, wide):
         np.testing.assert_allclose(gates(state.layers[1]).sum(-1), 8, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_shared_decision_has_one_budget_and_its_gradient(wide):
     """That of the first layer."""
     model, params = wide
@@ -274,16 +280,7 @@ def test_a_shared_decision_has_one_budget_and_its_gradient(wide):
             np.testing.assert_allclose(gates(kv).sum(-1), np.broadcast_to(budgets[0], (2, 2)), rtol=1e-9)
 
 
-def test_blocks_carry_gates(wide):
-    model, params = wide
-    with jax.enable_x64(True):
-        policies = methods.h2o(6, recent=2), soften(methods.h2o(6, recent=2), 0.01)
-        hard, soft = (after(model, params, p, block=7) for p in policies)
-        found = [decode_step(model, params, TOKENS[:, 0], state)[0] for state in (hard, soft)]
-        np.testing.assert_allclose(*found, atol=1e-6)
-        np.testing.assert_allclose(gates(soft.layers[1]).sum(-1), 6, rtol=1e-9)
-
-
+@pytest.mark.slow
 def test_a_hard_member_before_a_relaxed_one(wide):
     """It evicts from the prompt; the rest is divided by gates."""
     model, params = wide
@@ -294,6 +291,7 @@ def test_a_hard_member_before_a_relaxed_one(wide):
         np.testing.assert_allclose(gates(kv).sum(-1), 6, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_table_and_budgets_mean_one_thing(wide):
     """A cold relaxed policy at real budgets keeps what the hard policy keeps with their shares as a table."""
     model, params = wide
@@ -313,6 +311,7 @@ def test_a_table_and_budgets_mean_one_thing(wide):
     assert (type(table.layers), type(table.heads)) == (LayerShares, HeadShares)
 
 
+@pytest.mark.slow
 def test_soften_maps_over_compositions():
     h2o, tova, soft = methods.h2o(8), methods.tova(8), lambda p: soften(p, 2.0)
     assert soft(Policy()) == Policy()

@@ -185,23 +185,12 @@ def test_the_command_for_pickles_converts_them(checkpoint):
 
 
 READ = {
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "model-00001-of-00002.safetensors",
-    "model-00001-of-000002.safetensors",
+    *"""model.safetensors model.safetensors.index.json model-00001-of-00002.safetensors
+model-00001-of-000002.safetensors""".split()
 }
 TOKENIZER = {
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
+    *"""config.json generation_config.json tokenizer.json tokenizer.model tokenizer_config.json
+special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt chat_template.jinja""".split()
 }
 LEFT = """.gitattributes README.md LICENSE.txt consolidated.safetensors consolidated.00.pth params.json
 pytorch_model.bin pytorch_model-00001-of-00002.bin pytorch_model.bin.index.json original/consolidated.00.pth

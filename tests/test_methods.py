@@ -13,6 +13,7 @@ from kvjax.methods import variants
 from kvjax.scores.attention import Recency
 from kvjax.scores.keys import LagRelative
 from tests import tensors
+from tests.marks import slow_but
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -20,6 +21,7 @@ T = 12
 q, k, v = tensors.qkv(3, B=1, T=T)
 
 
+@pytest.mark.slow
 def test_sizes_beyond_the_text_mean_the_text():
     """No array and no program grows with a history, a partition, a chunk or a distance."""
     of = lambda policy: np.asarray(kvjax.evict_layer(policy, q, k, v).live)
@@ -54,7 +56,9 @@ def test_a_budget_beyond_every_plan_holds_everything(make, budget):
     assert kvjax.evict_layer(make(budget), q, k, v, num_layers=3).live.all()
 
 
-@pytest.mark.parametrize("make", [methods.h2o, methods.roco, methods.expected_attention, lambda b: methods.nacl(b)])
+@pytest.mark.parametrize(
+    "make", slow_but([methods.h2o, methods.roco, methods.expected_attention, lambda b: methods.nacl(b)], methods.h2o)
+)
 def test_64_bits_keep_what_32_bits_keep(make):
     """Draws and orders do not depend on the precision of queries and keys."""
     found = [np.asarray(kvjax.evict_layer(make(8), q, k, v).live)]
@@ -65,6 +69,7 @@ def test_64_bits_keep_what_32_bits_keep(make):
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])
 def test_keys_of_every_generator_draw_row_by_row(generator):
     """Draws of these generators under `vmap` are those of the first row's key."""

@@ -39,6 +39,7 @@ class Learned(Score):
         return slots.kv.pos * slots.params[None, :, None]
 
 
+@pytest.mark.slow
 def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
     """Of every mechanism, in a pass for each way to store the prompt or to read it again; one reads by itself."""
     (model, params), c = tiny, tiny[0].config

@@ -102,6 +102,7 @@ BAD = [
 ]
 
 
+@pytest.mark.slow
 def test_bad_rows_are_recorded_and_named_and_the_rest_runs(tmp_path, capsys):
     """Under both protocols; a second time nothing runs, and rows that change are another run."""
     rows = [{**GOOD, "id": "1"}, *(row for row, _ in BAD), {**GOOD, "context": GOOD["context"] * 3, "id": "None"}]

@@ -9,6 +9,7 @@ import math
 import pathlib
 import random
 import re
+import shutil
 import statistics
 import tomllib
 
@@ -19,7 +20,7 @@ import scipy.stats
 
 from kvjax.experiments import findings, replication
 from kvjax.experiments.board import PARTS
-from kvjax.experiments.core import stats
+from kvjax.experiments.core import readme, report_markdown, sources, stats, table, views
 from tests.runs import ROOT
 
 STORED = ROOT / "experiments" / "bench_results"
@@ -31,9 +32,7 @@ def records(folder):
 
 def cells(folder, name):
     """The cells of a page's tables."""
-    lines = (folder / name).read_text().splitlines()
-    rows = [[x.strip() for x in line.strip("| ").split(" | ")] for line in lines if line.startswith("| ")]
-    return [row for row in rows if not set(row[0]) <= set("-| ")]
+    return [*readme.rows(folder / name)]
 
 
 def compared(claim, values, full, likely):
@@ -328,6 +327,17 @@ def test_claims_are_decided_again(folder):
     first, _, _, *rest = replication.page(made, replication.Replication()).splitlines()
     title, _, _, *committed = (folder / "replication.md").read_text().splitlines()
     assert [first, *rest] == [title, *committed]
+
+
+def test_the_page_of_the_main_job_is_made_again(tmp_path):
+    """All but its list of runs."""
+    run = tmp_path / "main_job"
+    run.mkdir()
+    (run / "samples.jsonl").write_bytes(gzip.decompress((STORED / "main_job" / "samples.jsonl.gz").read_bytes()))
+    shutil.copy(STORED / "main_job" / "manifest.json", run)
+    found = sources.read([run])
+    text = report_markdown.text(views.views(table.numbers(found.lines), found), found, STORED, "")
+    assert text.partition("## Runs")[0].strip() == (STORED / "main_job" / "report.md").read_text().strip()
 
 
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("*.npz")), ids=lambda f: f.stem)

@@ -15,6 +15,7 @@ import kvjax
 from kvjax import models, pallas_kernels
 from kvjax.contract import Policy
 from tests import table
+from tests.marks import exhaustive_but
 from tests.tensors import live_positions
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
@@ -50,7 +51,7 @@ FEW = {  # sums, draws, votes, two statistics, a softmax of its own, hidden slot
     "across_layers_entropy",
 }
 assert {*DISTINCT.values()} >= FEW
-ROWS = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in DISTINCT.values()]
+ROWS = exhaustive_but(DISTINCT.values(), *FEW)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 from kvjax import decode_step, feed, methods, models, prefill
 from kvjax.drivers.attend import without_cache
 from kvjax.models.families import from_hugging_face
+from tests.marks import slow_but
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
 transformers = pytest.importorskip("transformers")
@@ -132,14 +133,8 @@ CASES = {
 T, NEW = 21, 6
 
 
-def slow_but(*quick):
-    """All cases, of which these are asked where no slow tests are."""
-    marked = [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in CASES]
-    return pytest.mark.parametrize("both", marked, indirect=True)
-
-
-LLAMAS = [c for c in CASES if c.startswith(("llama", "mistral", "qwen"))]
-quick_for_llamas = slow_but(*LLAMAS)
+def every_case(*quick):
+    return pytest.mark.parametrize("both", slow_but(CASES, *quick), indirect=True)
 
 
 @pytest.fixture
@@ -192,42 +187,28 @@ def tokens():
     return np.random.default_rng(0).integers(1, 99, (2, T + NEW))
 
 
-@slow_but(*LLAMAS, "gemma3", "phi3_long", "gpt2", "gpt_neox", "gptj", "mpt", "opt")
-def test_prompt_and_cached_decoding(pair):
-    """One pass for both; our decoding goes through the cache, as does theirs."""
-    theirs, model, params = pair
-    ids = tokens()
-    first, state = prefill(model, params, ids[:, :T], max_new_tokens=NEW)
+def check_logits(theirs, model, params):
+    """A left-padded batch is read and decoded; every row's logits are theirs, of the row alone."""
+    ids, lengths = tokens(), (T, 12)
+    prompt = all_logits(model, params, ids[:, :T], lengths)
+    first, state = prefill(model, params, ids[:, :T], lengths=lengths, max_new_tokens=NEW)
     rest, _ = feed(model, params, ids[:, T:], state)
     with torch.no_grad():
-        out = theirs(torch.tensor(ids[:, :T]), use_cache=True)
-        assert_close(first, out.logits[:, -1])
-        for i in range(NEW):
-            out = theirs(torch.tensor(ids[:, T + i : T + i + 1]), use_cache=True, **{CACHE: out[CACHE]})
-            assert_close(rest[:, i], out.logits[:, -1])
-
-
-@quick_for_llamas
-def test_all_prompt_logits(pair):
-    theirs, model, params = pair
-    ids = tokens()[:, :T]
-    with torch.no_grad():
-        assert_close(all_logits(model, params, ids), theirs(torch.tensor(ids)).logits)
-
-
-@quick_for_llamas
-def test_left_padded_batch(pair):
-    theirs, model, params = pair
-    ids, lengths = tokens()[:, :T], np.array([T, 12])
-    mask = np.arange(T) >= T - lengths[:, None]
-    ours, _ = prefill(model, params, ids, lengths=lengths, max_new_tokens=0)
-    with torch.no_grad():
         for row, n in enumerate(lengths):
-            assert_close(ours[row], theirs(torch.tensor(ids[row : row + 1, T - n :])).logits[0, -1])
-        if model.config.rope.kind not in ("dynamic", "longrope"):  # theirs scales every row by the longest one
-            positions = torch.tensor(np.maximum(np.cumsum(mask, 1) - 1, 0))
-            batch = theirs(torch.tensor(ids), attention_mask=torch.tensor(mask.astype(int)), position_ids=positions)
-            assert_close(ours, batch.logits[:, -1])
+            fresh = copy.deepcopy(theirs)  # dynamic scaling remembers earlier calls
+            out = fresh(torch.tensor(ids[row : row + 1, T - n : T]), use_cache=True)
+            assert_close(prompt[row, T - n :], out.logits[0])
+            assert_close(first[row], out.logits[0, -1])
+            for i in range(NEW):
+                token = torch.tensor(ids[row : row + 1, T + i : T + i + 1])
+                out = fresh(token, use_cache=True, **{CACHE: out[CACHE]})
+                assert_close(rest[row, i], out.logits[0, -1])
+
+
+@pytest.mark.filterwarnings("ignore:a prompt of")  # some cross the original context
+@every_case("llama", "gpt2", "gemma3")
+def test_logits(both):
+    check_logits(*both)
 
 
 @pytest.mark.parametrize(("heads", "steepest"), [(1, 8), (6, 8), (8, 16), (112, 8)])
@@ -243,6 +224,7 @@ def test_slopes_of_any_number_of_heads(heads, steepest):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 ELSEWHERE = {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+OUTER = {"original_max_position_embeddings": 32}
 SECTIONS = {
     "scaling_replaces_parameters": {"rope_parameters": DEFAULT, "rope_scaling": YARN},
     "scaling_takes_the_outer_base": {"rope_parameters": DEFAULT, "rope_scaling": YARN, "rope_theta": 700.0},
@@ -252,19 +234,10 @@ SECTIONS = {
     },
     "empty_scaling": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, **LLAMA3}, "rope_scaling": {}},
     "outer_context_of_yarn": {"rope_scaling": YARN, "original_max_position_embeddings": 4096},
-    "outer_context_of_llama3": {
-        "rope_scaling": {"rope_type": "llama3", **LLAMA3},
-        "original_max_position_embeddings": 32,
-    },
-    "only_outer_context": {
-        "rope_scaling": {"rope_type": "llama3", **ELSEWHERE},
-        "original_max_position_embeddings": 32,
-    },
+    "outer_context_of_llama3": {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, **OUTER},
+    "only_outer_context": {"rope_scaling": {"rope_type": "llama3", **ELSEWHERE}, **OUTER},
     "no_context": {"rope_scaling": {"rope_type": "llama3", **ELSEWHERE}},
-    "yarn_factor_of_the_outer_context": {
-        "rope_scaling": {**YARN, "factor": None},
-        "original_max_position_embeddings": 32,
-    },
+    "yarn_factor_of_the_outer_context": {"rope_scaling": {**YARN, "factor": None}, **OUTER},
     "yarn_band_of_no_width": {"rope_scaling": {**YARN, "original_max_position_embeddings": 4}},
     "no_share": {"partial_rotary_factor": None},
 }
@@ -300,7 +273,7 @@ def test_layers_of_mistral_have_windows_by_their_types(tmp_path):
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
 
-@quick_for_llamas
+@every_case("llama")
 def test_saved_families_are_theirs(pair, tmp_path):
     """What was loaded and saved again gives transformers the logits of the original."""
     theirs, model, params = pair
@@ -320,7 +293,7 @@ EVICTING = {
 
 
 @pytest.mark.parametrize("policy", ["snapkv", pytest.param("h2o", marks=pytest.mark.exhaustive)])
-@slow_but("gemma2")
+@every_case()
 def test_evicted_tokens_are_hidden_ones(pair, policy):
     """Logits after eviction are theirs under masks that hide the evicted tokens, in every layer and head.
 

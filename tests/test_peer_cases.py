@@ -21,7 +21,14 @@ CASES = RECORDED["presses"] | AUTHORS["authors"]
 ROWS, AUTHORS_ROWS = recorded.rows("kvpress"), recorded.rows("authors")
 
 
-@pytest.mark.parametrize("row", ROWS + AUTHORS_ROWS, ids=repr)
+QUICK = ("SnapKVPress", "PyramidKVPress(r, w", "KnormPress", "HeadKV", "cakekv")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row.name.startswith(QUICK) else pytest.mark.slow) for row in ROWS + AUTHORS_ROWS],
+    ids=repr,
+)
 def test_the_same_tokens(row):
     for cases in recorded.batches(CASES[row.name]):
         policy = recorded.make_policy(row.policy, cases[0])
@@ -51,6 +58,7 @@ def stored_as_recorded(kv, cases, *, merged):
         ]
 
 
+@pytest.mark.slow
 def test_cam_is_not_every_nth_step_below_its_target():
     """From 47 tokens to 64 with 61 at most: there 62 lose one, and two follow; here the 16th step leaves 61."""
     cases = RECORDED["presses"]["CAMPress(KnormPress(), compression_interval=4, target_size=61)"]

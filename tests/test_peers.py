@@ -97,6 +97,7 @@ def test_rows_with_goals_are_measured_first_and_those_behind_their_prompts_with_
     assert sorted(key for some in keys for key in some) == sorted(r.key for r in all_rows())
 
 
+@pytest.mark.slow
 def test_jobs_run_in_turns_and_a_worker_that_ends_takes_one_job_with_it(sides):
     ours = [job(length=n) for n in (1, 2)]
     theirs = [job("peer", what) for what in ("dies", "fails", "breaks", "SnapKVPress")]
@@ -195,6 +196,7 @@ def stored(path):
     return json.loads((path / "table" / "peers.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_rows_are_stored_as_they_are_measured_and_replace_themselves_alone(script, tmp_path, monkeypatch):
     def interrupted(some, *args):
         if some[0].late:

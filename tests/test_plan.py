@@ -23,6 +23,7 @@ def planned(tiny):
     return lambda policy, lengths=(T,), n=T, new=NEW: kvjax.make_plan(tiny[0].config, policy, np.array(lengths), n, new)
 
 
+@pytest.mark.slow
 @table.rows(table.FEW, without=table.NO_BUDGET)
 def test_a_budget_under_the_plan_of_a_larger_one_is_the_budget(case, tiny):
     if case.budget != 10:
@@ -88,6 +89,7 @@ def test_a_plan_says_slots(planned):
     assert planned(methods.h2o(8)).capacities == (16,) * 3
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_short_for_its_share_needs_slots_for_all_its_tokens(planned, shallow):
     """While decoding, such a row keeps as many tokens as its prompt had."""
     policy, lengths = methods.h2o(0.25, recent=8), np.array([40, 20, 3])
@@ -113,6 +115,7 @@ def test_slots_that_do_not_fit_are_never_dropped_silently(tiny):
     assert np.isnan(logits).any(-1).tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_rows_of_a_state_keep_their_sizes(shallow):
     plan = kvjax.make_plan(shallow[0].config, methods.h2o(14), [T, T], T, NEW)
     how = {"policy": methods.h2o(0.5), "plan": plan, "lengths": LENGTHS, "max_new_tokens": NEW}
@@ -127,7 +130,7 @@ def test_rows_of_a_state_keep_their_sizes(shallow):
 # ------------------------------------------------------------------------------------------------ rounded sizes
 
 
-@table.rows(table.FEW)
+@table.rows(table.FEW, smoke={"h2o"})
 def test_rounding_changes_no_result(case, tiny):
     """Tokens, what the caches keep, and what is drawn, in a padded batch whose rows end by themselves."""
     how = {"lengths": np.array([20, 9]), "key": jax.random.key(2), "max_new_tokens": 7, "eos_ids": (3,)}
@@ -141,6 +144,7 @@ def test_rounding_changes_no_result(case, tiny):
         assert live_positions(one) == live_positions(other)
 
 
+@pytest.mark.slow
 def test_rounded_sizes_may_end_beyond_learned_positions():
     """What was asked for does not, and padding has none."""
     model = models.LanguageModel(gpt2.GPT2Config(61, 32, 48, 1, 4, 4, 8, max_position=24))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import Columns, Softmax, pooled, pooled_attention
+from tests.marks import slow_but
 from tests.references import attention as numpy_reference
-from tests.test_kernels import EVERY, IMPLEMENTATIONS, OWN, SEED, TOLERANCE, check_differences
+from tests.test_kernels import IMPLEMENTATIONS, OWN, SEED, TOLERANCE, check_differences
 
 COLUMNS = (
     *(
@@ -125,7 +126,8 @@ def some_bias(arrays, K):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "blocks"), [("xla", False), ("xla", True), ("reference", False), ("interpret", False)]
+    ("implementation", "blocks"),
+    slow_but([("xla", False), ("xla", True), ("reference", False), ("interpret", False)], ("interpret", False)),
 )
 def test_bias(implementation, blocks):
     K = 3
@@ -144,7 +146,7 @@ def test_half_precision_inputs(implementation, dtype):
     compare(inputs(dtype=dtype), 3, columns, implementation, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize("implementation", slow_but([*IMPLEMENTATIONS, "interpret"], "xla"))
 def test_own_softmax_and_weights(implementation):
     rng = np.random.default_rng(5)
     multiplier = jnp.asarray(rng.uniform(0.3, 2, (2, 3, 1)), jnp.float32)
@@ -171,7 +173,10 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize(("implementation", "name"), [*(("xla", name) for name in LENGTHS), ("reference", "one head")])
+IN_ORDER = [*(("xla", name) for name in LENGTHS), ("reference", "one head")]
+
+
+@pytest.mark.parametrize(("implementation", "name"), slow_but(IN_ORDER, IN_ORDER[0], IN_ORDER[-1]))
 def test_slots_in_order_of_owners(implementation, name, monkeypatch):
     K = len(LENGTHS[name][0])
     arrays = in_order(LENGTHS[name], K=K)
@@ -202,7 +207,7 @@ def test_blocks_never_share_a_scale():
     compare((q, k, v, owner, q_pos, kv_pos), 3, (Columns(), Columns(group=None)), "xla", 1e-4, in_order=True)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", slow_but(IMPLEMENTATIONS, "xla"))
 def test_heads_that_see_nothing(implementation):
     q, k, v, owner, q_pos, kv_pos = inputs()
     owner = jnp.where(owner == 1, -1, owner)

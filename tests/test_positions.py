@@ -19,6 +19,7 @@ from kvjax.scores.attention import Recency
 from tests import table, tensors
 from tests.cases import Sizes
 from tests.float64 import turned
+from tests.marks import marks
 
 B, HEADS, T, NEW, BUDGET = 2, 2, 24, 7, 10
 LENGTHS = np.array([T, 17])
@@ -99,7 +100,7 @@ def plainly(model, params, tokens, layers):
 
 def rows():
     every = [(kind, name) for kind in CONFIGS for name in sorted(QUICK | OTHERS)]
-    each = [pytest.param(*row, marks=table.marks(row[1], QUICK if row[0] == "alibi" else ())) for row in every]
+    each = [pytest.param(*row, marks=marks(row[1], QUICK if row[0] == "alibi" else (), SHALLOW)) for row in every]
     return pytest.mark.parametrize(("kind", "name"), each)
 
 

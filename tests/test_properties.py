@@ -99,6 +99,7 @@ def prompt_property(case, data, groups, widths):
             check_same(cut, live[:, :, T - width :], tied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h2o", "ada_snapkv", "chunkkv", "criticalkv", "h2o_pooled"])
 @settings(6)
 @hypothesis.given(data=st.data())

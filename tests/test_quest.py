@@ -55,6 +55,7 @@ def test_a_row_reads_what_loops_choose(policy):
                 assert len(live) <= 10 or policy != EVICTING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_the_slots_of_pages_are_those_that_are_shown(shuffled):
     """Wherever tokens are stored, and if some are gone. Few pages are named by their slots, many shown by a mask."""
@@ -81,6 +82,7 @@ def test_first_layers_and_sizes():
     assert high.shape == low.shape == (10, H)
 
 
+@pytest.mark.slow
 def test_a_pool_is_read_by_pages_too(shallow):
     """Under a mask, as its slots are one array of all heads."""
     ids = np.asarray(tensors.token_ids(2, T))

@@ -29,6 +29,7 @@ def losses_of(model, params, policy):
     return -log_probs, found[:, -1], state_after
 
 
+@pytest.mark.slow
 def test_chunks_are_token_by_token(shallow):
     """Losses and logits, the last chunk shorter, from an iterator that knows no length; the state after too."""
     losses, logits, state = losses_of(*shallow, POLICY)

@@ -11,10 +11,15 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.models.embedded import EMBEDDED
+from tests.marks import slow_but
 
 README = pathlib.Path(kvjax.__file__).with_name("README.md")
 BLOCKS = dict(re.findall(r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", README.read_text(), re.DOTALL))
 EVICTING = ["A score with memory", "A selection: whole sentences", "A merging rule"]
+QUICK = {
+    *("A learned gate with its gradient", "A learned score", "Memory before a run", "Meshes of devices"),
+    *("Prompts, tokens, batches", "The kernel of column sums"),
+}
 READING = {"Delayed eviction": "Delayed", "Admission": "Admit"}
 PROMPT = np.random.default_rng(3).integers(3, 60, (1, 40)).astype(np.int32)
 PROMPT[:, 7::8] = 5  # ends a sentence
@@ -43,7 +48,7 @@ def test_every_block_is_found():
     assert len(BLOCKS) == README.read_text().count("```python")
 
 
-@pytest.mark.parametrize("name", sorted({*BLOCKS} - {*EVICTING, *READING}))
+@pytest.mark.parametrize("name", slow_but(sorted({*BLOCKS} - {*EVICTING, *READING}), *QUICK))
 def test_a_block_runs(name):
     run(name)
 

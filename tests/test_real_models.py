@@ -9,6 +9,7 @@ import pytest
 from kvjax import methods, models
 from kvjax.models import packaged
 from tests import kept
+from tests.marks import exhaustive_but
 from tests.test_parity import all_logits, assert_close, check_hidden_are_evicted, torch, transformers
 
 TEXT = (kept.ROOT / "LICENSE").read_text()
@@ -59,7 +60,7 @@ def smollm2():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n == QUICK else pytest.mark.exhaustive) for n in NAMES])
+@pytest.mark.parametrize("case", exhaustive_but(NAMES, QUICK))
 def test_what_is_kept_is_what_was_recorded(smollm2, case):
     """By layer, after the prompt and after steps, under both budgets."""
     jax.clear_caches()  # programs of 30 layers map more memory than a process may

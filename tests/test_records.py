@@ -96,17 +96,9 @@ def lines_of(change):
         ("samples.jsonl", lines_of(lambda m: [*m, b"{}\n"]), "line 4 of .* is no line that a run wrote"),
         ("samples.jsonl", lambda m: b"\xff\x00{\n" + m, "line 1 of .* is no line that a run wrote"),
         ("samples.jsonl", lines_of(lambda m: [*m, m[1]]), "line 4 of .* stands there twice"),
-        (
-            "samples.jsonl",
-            lambda m: m.replace(b"0.5", b"0.4", 1),
-            "line 1 of .* is not as it was written: ",
-        ),
+        ("samples.jsonl", lambda m: m.replace(b"0.5", b"0.4", 1), "line 1 of .* is not as it was written: "),
         ("samples.jsonl", lambda m: m.replace(b"\n", b"\r"), "bytes without a line break .* put them back"),
-        (
-            "samples.jsonl",
-            lambda _: json.dumps(LINE | {"id": "z"}).encode() + b"\n",
-            "a line of another run.*delete",
-        ),
+        ("samples.jsonl", lambda _: json.dumps(LINE | {"id": "z"}).encode() + b"\n", "a line of another run.*delete"),
     ],
 )
 def test_what_cannot_be_this_runs_is_refused_and_stays(three, file, damage, message):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import recovered_attention
+from tests.marks import slow_but
 
 
 def softmax_rows(q, k, q_pos, kv_pos, scale, window, softcap, bias):
@@ -73,7 +74,7 @@ def recover(q, k, q_pos, kv_pos, masks, within, **options):
 
 
 @pytest.mark.parametrize("T", [1, pytest.param(37, marks=pytest.mark.exhaustive), 300])
-@pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("options", slow_but([{}, {"window": 9, "softcap": 2.0}], {}), ids=str)
 def test_recovery_against_numpy(T, options):
     with jax.enable_x64(True):
         inputs = recovery_inputs(T, cached=11, dtype=jnp.float64)

@@ -59,6 +59,7 @@ CASES = {  # options, fields, and a digest of what the library before this one k
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_it_keeps_what_was_recorded(case, shallow):
     options, fields, kept = CASES[case]
@@ -73,6 +74,7 @@ def test_it_keeps_what_was_recorded(case, shallow):
     assert digest(state.layers[0].head_pos) == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"layout": contract.Layout()}, {"layout": contract.Layout("rank", pool=True)}])
 def test_stored_otherwise_it_keeps_the_same(change, shallow):
     read = lambda policy: kvjax.prefill(*shallow, IDS, policy=policy, max_new_tokens=1, lengths=LENGTHS)[1].layers[0]
@@ -88,6 +90,7 @@ def test_sets_of_query_heads_say_apart_what_their_group_says_together(shallow):
         assert all(one in heads[2 * g : 2 * g + 2] for g, one in enumerate(groups))
 
 
+@pytest.mark.slow
 def test_layers_may_be_read_again_in_ways_of_their_own(tiny):
     """In a chain all see the same reading; by layer, each has the instructions of its own policy."""
     other = kvzip(8, repeat=(9,), chunk=30)

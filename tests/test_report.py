@@ -172,6 +172,7 @@ listeners.input({target: {value: "0.10"}}); console.log(names());
 """
 
 
+@pytest.mark.slow
 def test_pictures_stand_for_every_task_that_has_a_place(made, tmp_path):
     numbers, page, _ = made
     drawn = numbers[numbers["place"].notna() & (numbers["method"] != "full") & (numbers["kind"] != "given")]

@@ -68,6 +68,7 @@ def read_each(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_prompts_read_once_give_what_each_policy_reads_by_itself(finished, read_each):
     of_reading = ("id", "prefill_peak_bytes")
     mine = [s for s in samples(finished) if s["task"] in TWO_TASKS and (s["method"], s["budget"]) in READ_EACH]
@@ -81,6 +82,7 @@ def test_prompts_read_once_give_what_each_policy_reads_by_itself(finished, read_
         assert s["prefill_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_question_after_compression(tmp_path, finished):
     arguments = ["--config", "full.py", "--length", "256", "--examples", "4", "--batch-size", "2", "--baselines"]
     run.main([*arguments, "--protocol", "after_compression", "--output", str(tmp_path / "x")])
@@ -158,6 +160,7 @@ def test_a_method_without_budgets(made, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_config_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
@@ -197,6 +200,7 @@ def task(task, index):
 """
 
 
+@pytest.mark.slow
 def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypatch, capsys):
     """Of each seed there are all examples; one's own text is the haystack."""
     monkeypatch.chdir(tmp_path)
@@ -223,6 +227,7 @@ def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypat
         assert re.search(r"key_value +A table of bare pairs", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_runs_from_another_directory(tmp_path):
     """As installed, with no repository around: paths do not depend on the working directory."""
     command = [sys.executable, str(ROOT / "experiments" / "run.py"), "--help"]
@@ -231,6 +236,7 @@ def test_runs_from_another_directory(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_prompts_read_in_blocks(read_each, tmp_path):
     """Less memory than at once, the full cache's results where nothing is evicted, and a setting in the manifest."""
     arguments = ["--config", "snapkv.py", *small(budget=["0.25"]), "--baselines", "--tasks", *TWO_TASKS]

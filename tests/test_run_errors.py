@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shlex
 import shutil
 
 import pytest
@@ -44,84 +45,72 @@ def test_default_baselines_are_those_that_the_models_positions_allow(tmp_path, c
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config", "nope.py"], r"no config 'nope.py'; there are ada_pyramid, ada_snapkv, ahakv,"),
-        ([], "--config is missing"),
-        (["--config", "snapk.py"], r"no config 'snapk.py' \(did you mean snapkv\?\); there are"),
-        (
-            ["--config", "snapkv.py", "--budget", "16", "--window", "32"],
-            "budget of 16 tokens cannot hold 0 sinks and 32 recent",
-        ),
-        (["--config", "snapkv.py", "--budget", "0"], "a budget of 0 tokens is none"),
-        (["--config", "snapkv.py", "--budget"], "budget is empty"),
-        (["--config", "snapkv.py", "--baselines", "nope"], "no config 'nope'"),
-        (["--config", "snapkv.py", "--model", "not/there/at/all"], "neither a directory nor a hub id"),
-        (["--config", "snapkv.py", "--length", "100"], "facts need .* give --length"),
-        (
-            ["--config", "snapkv.py", "--length", "20", "--tasks", "perplexity"],
-            "length=20; raise the length to 66",
-        ),
+        ("--config nope.py", r"no config 'nope.py'; there are ada_pyramid, ada_snapkv, ahakv,"),
+        ("", "--config is missing"),
+        ("--config snapk.py", r"no config 'snapk.py' \(did you mean snapkv\?\); there are"),
+        ("--config snapkv.py --budget 16 --window 32", "budget of 16 tokens cannot hold 0 sinks and 32 recent"),
+        ("--config snapkv.py --budget 0", "a budget of 0 tokens is none"),
+        ("--config snapkv.py --budget", "budget is empty"),
+        ("--config snapkv.py --baselines nope", "no config 'nope'"),
+        ("--config snapkv.py --model not/there/at/all", "neither a directory nor a hub id"),
+        ("--config snapkv.py --length 100", "facts need .* give --length"),
+        ("--config snapkv.py --length 20 --tasks perplexity", "length=20; raise the length to 66"),
         *(
-            (["--config", "snapkv.py", option, value], f"{option[2:].replace('-', '.')}.*{value} must be at {bound}")
+            (f"--config snapkv.py {option} {value}", f"{option[2:].replace('-', '.')}.*{value} must be at {bound}")
             for option in ("--examples", "--length", "--batch-size", "--seed", "--block")
             for value, bound in (("0", "least 1"), ("-1", "least"), (str(10**20), "most 2147483647"))
             if (option, value) != ("--seed", "0")
         ),
-        (["--config", "snapkv.py", "--window=99999999999"], "window=9+ must be at most 2147483647"),
-        (["--config", "expected_attention.py", "--eps", "nan"], "eps=nan must be a finite number"),
-        (["--config", "snapkv.py", "--budget", "0.25", "0.250"], "budget has 0.25 twice"),
-        (["--config", "snapkv.py", "--baseline-budget", "1.5"], "budget=1.5 must be a number of tokens"),
-        (["--config", "snapkv.py", "--baselines", "h2o", "./h2o.py"], "h2o at budget 0.125 is there twice"),
-        (["--config", "snapkv.py", "--model", "20261122103000"], "20261122103000 is neither a directory nor a hub id"),
-        (["--config", "snapkv.py", "--tasks"], "tasks is empty"),
+        ("--config snapkv.py --window=99999999999", "window=9+ must be at most 2147483647"),
+        ("--config expected_attention.py --eps nan", "eps=nan must be a finite number"),
+        ("--config snapkv.py --budget 0.25 0.250", "budget has 0.25 twice"),
+        ("--config snapkv.py --baseline-budget 1.5", "budget=1.5 must be a number of tokens"),
+        ("--config snapkv.py --baselines h2o ./h2o.py", "h2o at budget 0.125 is there twice"),
+        ("--config snapkv.py --model 20261122103000", "20261122103000 is neither a directory nor a hub id"),
+        ("--config snapkv.py --tasks", "tasks is empty"),
+        ("--config snapkv.py --tasks nope", r"no task 'nope'; there are single_needle, .* path\.py:function"),
+        ("--config snapkv.py --seed 1 1", "seed has 1 twice"),
         (
-            ["--config", "snapkv.py", "--tasks", "nope"],
-            r"no task 'nope'; there are single_needle, .* path\.py:function",
-        ),
-        (["--config", "snapkv.py", "--seed", "1", "1"], "seed has 1 twice"),
-        (
-            ["--config", "snapkv.py", "--compress", "decode", "--baselines"],
+            "--config snapkv.py --compress decode --baselines",
             "--compress decode is not for snapkv: it evicts after the",
         ),
         (
-            ["--config", "fastgen.py", "--compress", "prefill", "--baselines"],
+            "--config fastgen.py --compress prefill --baselines",
             "--compress prefill is not for fastgen: FastGen has no schedule",
         ),
         (
-            ["--config", "fastgen.py", "--block", "64", "--length", "256", "--baselines"],
+            "--config fastgen.py --block 64 --length 256 --baselines",
             "FastGen looks at the whole prompt at once, but block=64",
         ),
-        (["--policy", "mine.py:make"], "there is no Python file 'mine.py'"),
-        (["--policy", "mine.py:make", "--config", "h2o.py"], "--config and --policy each say what to run"),
-        (["--config", "snapkv.py", "--data", "no.jsonl"], "--data no.jsonl: there is no such file"),
-        (["--config", "snapkv.py", "--tasks", "key_value", "key_value"], "tasks has 'key_value' twice"),
-        (["--config", ""], "no config ''"),
-        (["--config", "."], "no config '.'"),
-        (["--config", "snapkv.py", "--output", __file__], "is a file, not a directory; choose another --output"),
-        (["--config", "snapkv.py", "--output", "/proc/nothing"], "No such file or directory: '/proc/nothing'"),
-        (["--config", "snapkv.py", "--output", f"{__file__}/x"], "Not a directory"),
+        ("--policy mine.py:make", "there is no Python file 'mine.py'"),
+        ("--policy mine.py:make --config h2o.py", "--config and --policy each say what to run"),
+        ("--config snapkv.py --data no.jsonl", "--data no.jsonl: there is no such file"),
+        ("--config snapkv.py --tasks key_value key_value", "tasks has 'key_value' twice"),
+        ("--config ''", "no config ''"),
+        ("--config .", "no config '.'"),
+        ("--config snapkv.py --output file", "is a file, not a directory; choose another --output"),
+        ("--config snapkv.py --output /proc/nothing", "No such file or directory: '/proc/nothing'"),
+        ("--config snapkv.py --output file/x", "Not a directory"),
     ],
 )
 def test_errors_end_with_one_line(argv, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
-        run.main(argv)
+        run.main(shlex.split(argv))
     assert not list(tmp_path.rglob("samples.jsonl"))
 
 
 @pytest.mark.parametrize(
     ("main", "argv", "message"),
     [
-        (run.main, ["--config", "snapkv.py", "--text", "no.txt"], "--text no.txt cannot be read"),
-        (board.main, ["--policy", "no.py:make"], "there is no Python file 'no.py'"),
-        (
-            board.main,
-            ["--policy", "mine.py:broken", "--examples", "1", "--length", "320"],
-            "mine.py, line 3: ZeroDivisionError",
-        ),
-        (board.main, ["--text", "no.txt"], "--text no.txt cannot be read"),
-        (figures.main, ["loss_bound", "--text", "no.txt"], "--text no.txt cannot be read"),
-        (findings.main, ["what_decides", "--text", "short.txt"], "short.txt: .* of the text, but it has 2"),
-        (learn.main, ["gates", "--shares", "nan"], r"shares=\(nan,\) must be a finite number above 0 and at most 1"),
+        (run.main, "--config snapkv.py --text no.txt", "--text no.txt cannot be read"),
+        (board.main, "--policy no.py:make", "there is no Python file 'no.py'"),
+        (board.main, "--policy mine.py:broken --examples 1 --length 320", "mine.py, line 3: ZeroDivisionError"),
+        (board.main, "--text no.txt", "--text no.txt cannot be read"),
+        (figures.main, "loss_bound --text no.txt", "--text no.txt cannot be read"),
+        (findings.main, "what_decides --text short.txt", "short.txt: .* of the text, but it has 2"),
+        (learn.main, "gates --shares nan", r"shares=\(nan,\) must be a finite number above 0 and at most 1"),
     ],
 )
 def test_commands_look_at_what_they_are_given_before_they_load_weights(
@@ -132,7 +121,7 @@ def test_commands_look_at_what_they_are_given_before_they_load_weights(
     (tmp_path / "short.txt").write_text("a bell")
     (tmp_path / "mine.py").write_text("import kvjax\n\ndef broken(budget): return 1 / 0\n")
     with pytest.raises(SystemExit) as e:
-        main(argv)
+        main(argv.split())
     assert re.search(message, " ".join(f"{e.value} {capsys.readouterr().err}".replace("│", " ").split()))
 
 

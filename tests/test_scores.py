@@ -33,12 +33,14 @@ def scores(score, q, k, v, *, lengths=None, rotate=tensors.unturned, sinks=0, re
     return tensors.evicted(policy, [{"q": q, "k": k, "v": v, **more}], lengths=lengths, rotate=rotate)[1][0]
 
 
+@pytest.mark.slow
 def test_filters_of_another_model():
     filters = np.zeros((1, K, H), np.float32)
     with pytest.raises(ValueError, match=r"filters have the shape \(1, 2, 8\), but the model has \(3, 2, 8\)"):
         kvjax.evict_layer(methods.q_filters(12, filters), *tensors.qkv(0), num_layers=3)
 
 
+@pytest.mark.slow
 def test_capacity_of_large_values_is_that_of_directions():
     """Values along two directions: however large, no identity is lost, and no score is none."""
     q, k, _ = tensors.qkv(11)
@@ -48,6 +50,7 @@ def test_capacity_of_large_values_is_that_of_directions():
     np.testing.assert_allclose(found[1], found[0], rtol=2e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_of_equal_keys_the_newest_is_not_redundant():
     """Three equal keys among orthogonal ones: the oldest resembles two that count, the next one, the newest none."""
     k = jnp.eye(6)[jnp.array([0, 1, 0, 2, 0, 3])][None, None]
@@ -65,6 +68,7 @@ def probabilities(q, k, newest=0):
     return e / e.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decay", "damping"), [(0.7, 1.0), (1.0, 0.4), (0.7, 0.4)])
 def test_sums_decay_and_rows_after_the_first_eviction_are_damped(decay, damping):
     """Token by token: the score and the tokens of each head are those of a plain loop."""
@@ -98,6 +102,7 @@ def test_last_rows_are_those_of_now():
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sketch_estimates_leverage():
     """Drawn anew for every head; one as wide as the keys draws nothing."""
     arrays = tensors.qkv(5, T=200)
@@ -153,6 +158,7 @@ def test_two_rows_by_hand():
     assert kept == [[1, 2, 3]]
 
 
+@pytest.mark.slow
 def test_no_head_puts_more_first_than_the_budget_holds():
     q, k, v = tensors.qkv(6)
     policy = kvjax.Evict(Defensive(R + 3, R, 3, 1.0), R + 3, recent=R)

@@ -13,6 +13,7 @@ from kvjax.contract import Layout
 from kvjax.decide.select import Chunks, PerChunk, all_but_worst, best
 from kvjax.methods import kvpress, variants
 from tests import tensors
+from tests.marks import slow_but
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -55,7 +56,7 @@ def test_sorting_on_a_gpu_chooses_what_bits_do(monkeypatch):
     np.testing.assert_array_equal(chosen(), by_bits)
 
 
-@pytest.mark.parametrize("n", [33, 36, 39])
+@pytest.mark.parametrize("n", slow_but([33, 36, 39], 39))
 def test_chunks_of_protected_tokens_come_first(n):
     """A window of 17 tokens lies in three or four chunks of 8, of which a budget of 17 pays for three."""
     for tokens in kept(methods.chunkkv(methods.snapkv(17, window=17), size=8), n):
@@ -63,6 +64,7 @@ def test_chunks_of_protected_tokens_come_first(n):
         assert len(tokens) <= 17 + 8 - 1
 
 
+@pytest.mark.slow
 def test_chunks_after_heads_of_different_budgets():
     """The head that holds most decides how many chunks fit."""
     ada = replace(methods.ada_snapkv(16, window=4, alpha=1.0), layout=Layout())
@@ -84,12 +86,14 @@ def test_chunks_of_a_cache_with_holes():
     assert kept(kvjax.chain(scattered, chunks))[0] == list(range(8))
 
 
+@pytest.mark.slow
 def test_a_share_of_chunks():
     """A quarter of eight chunks, of which the last is short; 9 of 39 tokens are less than that."""
     make = lambda budget: methods.chunkkv(methods.snapkv(budget, window=2), size=5)
     assert (len(kept(make(0.25), 39)[0]), len(kept(make(9), 39)[0])) == (9, 4)
 
 
+@pytest.mark.slow
 def test_a_share_of_chunks_as_released_code_rounds_it():
     """15 chunks of 102 tokens: 15 * (1 - 0.8) is below 3 in binary fractions; a fifth of them is 3."""
     arrays = tensors.qkv(1, T=102, B=1)
@@ -98,6 +102,7 @@ def test_a_share_of_chunks_as_released_code_rounds_it():
     assert len(chunks(methods.chunkkv(methods.knorm(0.2), size=7))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [0.25, 16])
 def test_chunks_of_a_prompt_in_blocks(shallow, budget):
     """A share is one of the prompt, not of what is left of it after every block."""
@@ -114,8 +119,8 @@ def test_chunks_are_of_the_prompt():
 @pytest.mark.parametrize(
     "policy",
     [
-        replace(methods.knorm(0.1), select=PerChunk(5, 0.1)),
-        replace(methods.knorm(4), select=PerChunk(5)),
+        pytest.param(replace(methods.knorm(0.1), select=PerChunk(5, 0.1)), marks=pytest.mark.slow),
+        pytest.param(replace(methods.knorm(4), select=PerChunk(5)), marks=pytest.mark.slow),
         methods.finch(0.1, window=1, chunk=10),
     ],
     ids=["share", "tokens", "finch"],
@@ -127,7 +132,7 @@ def test_chunks_whose_share_is_less_than_a_token_keep_one_as_far_as_the_budget_g
 
 
 @pytest.mark.parametrize("among", ["rest", "all"])
-@pytest.mark.parametrize("random", [3, 10])
+@pytest.mark.parametrize("random", slow_but([3, 10], 10))
 def test_no_more_is_drawn_than_protection_leaves(among, random):
     """A random share of all that is not protected is NaCl's ablation without proxies."""
     make = lambda random: replace(variants.nacl_drawn(10, among=among, recent=3, proxies=6, random=random), sinks=2)
@@ -140,6 +145,7 @@ def test_no_more_is_drawn_than_protection_leaves(among, random):
 # ------------------------------------------------------------------------------------------------ while decoding
 
 
+@pytest.mark.slow
 def test_what_is_dropped_at_once_is_not_protected():
     """The last 10 of 12 tokens stay, although half of the budget would be dropped."""
     seen = tensors.replay(methods.scissorhands(12, history=20), TENSORS, 20)
@@ -147,6 +153,7 @@ def test_what_is_dropped_at_once_is_not_protected():
     assert {len(tokens) for step in seen.live for tokens in step[0]} == {10, 11, 12}
 
 
+@pytest.mark.slow
 def test_what_a_sliding_window_hides_goes_first():
     """A budget is not spent on what no row to come can read; the other layer knows no window."""
     config = models.ModelConfig(61, 32, 48, 2, 4, 2, 8, sliding_window=(16, None))
@@ -161,6 +168,7 @@ def test_what_a_sliding_window_hides_goes_first():
     assert tensors.live_positions(read(16).layers[0])[0] == [[*range(8, 24)]] * 2  # all that the last row read
 
 
+@pytest.mark.slow
 def test_rows_that_vote_in_blocks_are_those_of_the_last(shallow):
     """The last rows of the last block vote, as if what is left were the prompt; with all rows it is another policy."""
     few = methods.ahakv(8, recent=4)

@@ -72,6 +72,7 @@ def test_a_bar_shows_how_far_a_context_is_read(make, shallow, capsys):
     assert not capsys.readouterr().err  # no terminal
 
 
+@pytest.mark.slow
 def test_each_of_several_contexts_answers_as_it_does_alone(make, by_hand):
     """One question of all, or one of each; and what is kept is kept of each."""
     both = make().compress([CONTEXT, OTHER])
@@ -87,6 +88,7 @@ def test_each_of_several_contexts_answers_as_it_does_alone(make, by_hand):
     assert repr(both).endswith("16 and 9 tokens read)")
 
 
+@pytest.mark.slow
 def test_a_context_is_read_again_before_it_is_compressed(make, by_hand):
     kvzip = methods.kvzip(6, Reread((1, 2), chunk=4, sinks=1))
     assert make(policy=kvzip).compress(CONTEXT).ask(ASKED[0]) == by_hand(CONTEXT, ASKED[0], policy=kvzip)
@@ -149,6 +151,7 @@ print(json.dumps(Session.load(sys.argv[1], model, params, words(), **how).ask(js
 """
 
 
+@pytest.mark.slow
 def test_a_saved_session_answers_equally_in_another_process(make, shallow, tmp_path):
     """After a turn, by drawing. Saved again, it replaces the file."""
     (model, params), sampler = shallow, sampling.Sample(temperature=2.0)
@@ -169,6 +172,7 @@ def test_a_saved_session_answers_equally_in_another_process(make, shallow, tmp_p
     assert json.loads(there.stdout or "null") == expected, there.stderr
 
 
+@pytest.mark.slow
 def test_a_saved_session_keeps_what_its_policy_has_learned(make, shallow, tmp_path):
     session = make(policy=LINE, policy_params=[{"score": {"a": -np.ones(2, np.float32)}}]).compress(CONTEXT)
     session.save(tmp_path / "session")
@@ -262,6 +266,7 @@ def test_what_cannot_be_asked_is_refused(make, call, message):
         call(make)
 
 
+@pytest.mark.slow
 def test_a_context_beyond_the_models_positions_is_warned_of(shallow):
     """What may come behind it counts."""
     model = models.LanguageModel(dataclasses.replace(shallow[0].config, max_position=32))
@@ -271,6 +276,7 @@ def test_a_context_beyond_the_models_positions_is_warned_of(shallow):
     assert session.ask(ASKED[0])
 
 
+@pytest.mark.slow
 def test_an_answer_from_elsewhere_is_not_kept(make):
     session = make().compress(CONTEXT)
     pieces, two = session.stream(ASKED[0]), session.stream(ASKED)

@@ -14,6 +14,7 @@ from kvjax.contract import PerHead, PerSlot, Rewrite, Score, Select
 from kvjax.observe import Rows
 from kvjax.scores.attention import Function, Votes
 from tests import tensors
+from tests.marks import slow_but
 
 T = 12
 Q, K, V = tensors.qkv(T=T)
@@ -38,7 +39,10 @@ def test_what_stays_is_live():
         kvjax.evict_layer(OF_TOKEN, Q, K, V)
 
 
-@pytest.mark.parametrize("policy", [methods.expected_attention(6, sinks=1), methods.capkv(6, sinks=1), methods.tova(6)])
+OBSERVING = [methods.expected_attention(6, sinks=1), methods.capkv(6, sinks=1), methods.tova(6)]
+
+
+@pytest.mark.parametrize("policy", slow_but(OBSERVING, OBSERVING[-1]))
 def test_padding_may_hold_what_is_no_number(policy):
     gone = (np.arange(T) < 4)[None, None, :, None] & (np.arange(2) == 1)[:, None, None, None]
     sick = (jnp.where(gone, jnp.nan, x) for x in (Q, K, V))
@@ -131,6 +135,7 @@ class Nothing(Score, Select, Rewrite):
 
 SHAPES = r"but the layer has slots of shape \(2, 2, 12\); give bool of shape \(B, K, S\)"
 first = lambda score, budgets, slots: slots.kv.pos < budgets[..., None]
+every = lambda score, budgets, slots: slots.kv.live
 with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decision, v=make(slots.kv.v)))
 
 
@@ -141,11 +146,7 @@ with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decisi
         ("select", Gives(lambda *x: first(*x).astype(float)), rf"and type float32, {SHAPES}"),
         ("select", Gives(lambda *x: first(*x)[:, 0]), rf"Gives gives masks of shape \(2, 12\) and type bool, {SHAPES}"),
         ("select", Gives(lambda *x: [True]), f"Gives gives masks as a list, {SHAPES}"),
-        (
-            "select",
-            Gives(lambda score, budgets, slots: slots.kv.live),
-            "the selection Gives keeps 12 tokens or more in a head",
-        ),
+        ("select", Gives(every), "the selection Gives keeps 12 tokens or more in a head"),
         (
             "select",
             Gives(first),

@@ -15,6 +15,7 @@ from kvjax.models.gemma import GemmaConfig
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
 from kvjax.models.opt import OPTConfig
+from tests.marks import marks, slow_but
 from tests.tensors import live_positions
 
 T, LENGTHS = 24, np.array([24, 14])
@@ -42,6 +43,7 @@ def at(policy, positions):
     return dataclasses.replace(policy, layout=Layout(positions))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a prompt of")  # a row inside of the original context
 @pytest.mark.parametrize(
     ("kind", "positions"), [*((name, "original") for name in CONFIGS), ("longrope", "rank"), ("dynamic", "rank")]
@@ -114,7 +116,7 @@ OVER = {
 }
 
 
-@pytest.mark.parametrize("name", OVER)
+@pytest.mark.parametrize("name", slow_but(OVER, "after a step"))
 def test_the_budget_holds_again_at_the_step_that_follows_many_tokens(shallow, name):
     """Of a `forward` to which no policy was applied; also where the prompt itself was kept whole."""
     state = steps.prefill(*shallow, IDS[:, :12], policy=OVER[name], max_new_tokens=6)[1]
@@ -164,8 +166,7 @@ SLIDE = {  # name: (model, policy, block)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in ("rotary", "alibi", "protected") else pytest.mark.exhaustive) for n in SLIDE],
+    "name", [pytest.param(n, marks=marks(n, ("rotary", "alibi", "protected"), ("protected",))) for n in SLIDE]
 )
 def test_keys_that_are_shifted_are_those_at_their_ranks(shallow, name):
     """Prompts longer than the budget, within it, and shorter than the sinks."""
@@ -177,6 +178,7 @@ def test_keys_that_are_shifted_are_those_at_their_ranks(shallow, name):
     assert live_positions(state.layers[0]) == live_positions(other.layers[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["rank", "shifted"])
 def test_ranks_are_positions_until_a_token_goes(shallow, positions):
     """Of a gap nothing is seen: logits are those of the first sinks and the last tokens as a text of their own."""
@@ -191,6 +193,7 @@ def test_ranks_are_positions_until_a_token_goes(shallow, positions):
     np.testing.assert_allclose(found, steps.prefill(*shallow, text, max_new_tokens=0)[0], atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_million_tokens_later(shallow):
     """Logits of keys that are rotated by rank are those at the beginning of the text, of rows that have all sinks."""
     policy = at(NINE, "rank")
@@ -203,6 +206,7 @@ def test_a_million_tokens_later(shallow):
     np.testing.assert_allclose(then[:2], now[:2], atol=1e-6 * float(jnp.abs(now).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_sliding_layers_lose_nothing_that_they_read(pool):
     """What lies behind a sliding window can be evicted for free."""
@@ -218,6 +222,7 @@ def test_sliding_layers_lose_nothing_that_they_read(pool):
     assert np.abs(logits(5) - full).max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_row_that_slept_draws_as_if_it_had_not(shallow):
     """And the other row, which took a step meanwhile, draws what comes after it."""
     model, params = shallow
@@ -260,6 +265,7 @@ def test_requests_of_about_the_same_size_share_a_plan(shallow, policy):
     assert len({plan(*x) for x in sizes}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [methods.snapkv(0.25), methods.full(), methods.h2o(0.5)])
 def test_slots_are_those_of_the_rounded_sizes(shallow, policy):
     exact, rounded = (
@@ -270,6 +276,7 @@ def test_slots_are_those_of_the_rounded_sizes(shallow, policy):
         assert n <= most <= n + (112 - 100) + (32 - 20) + 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [methods.full(), methods.h2o(0.5)])
 def test_columns_that_no_prompt_fills_take_no_slots(shallow, policy):
     wide = np.pad(np.asarray(IDS), ((0, 0), (300, 0)))
@@ -285,6 +292,7 @@ def test_sizes_are_exact_where_prompts_are_traced(shallow):
     assert (info.prompt_len, info.max_new_tokens) == (T, 3)
 
 
+@pytest.mark.slow
 def test_a_bar_counts_the_layers_that_are_read(embedded, capsys):
     model, params, _ = embedded
     tokens = np.full((1, 8), 5, np.int32)
@@ -296,6 +304,7 @@ def test_a_bar_counts_the_layers_that_are_read(embedded, capsys):
     assert f"{L}/{L}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_token_that_finds_no_slot_is_an_error_outside_of_jit(shallow):
     model, params = shallow
     policy = compose.when(budgets.Schedule(every=4), methods.h2o(10))

@@ -16,6 +16,7 @@ from kvjax.models import mpt
 from kvjax.storage import Layer, Pool, empty, to_pool
 from tests import tensors
 from tests.kept import digest
+from tests.marks import slow_but
 from tests.tensors import live_positions
 
 B, T, NEW, LENGTHS = 2, 24, 14, np.array([24, 17], np.int32)
@@ -37,9 +38,10 @@ def run(small, policy, lengths=LENGTHS, block=None):
     return np.concatenate([first[:, None], logits], axis=1), state.layers[0], after.layers[0]
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_the_pool_equals_the_dense_layout(shallow, policy):
+@pytest.mark.parametrize("name", slow_but(POLICIES, "rank"))
+def test_the_pool_equals_the_dense_layout(shallow, name):
     """Of a prompt that is shorter than the budget too, whose heads grow into theirs."""
+    policy = POLICIES[name]
     stored = lambda pool, budget: dataclasses.replace(
         policy, budget=budget, layout=dataclasses.replace(policy.layout, pool=pool)
     )
@@ -52,6 +54,7 @@ def test_the_pool_equals_the_dense_layout(shallow, policy):
         assert found.nbytes <= wanted.nbytes + before.ends.nbytes
 
 
+@pytest.mark.slow
 def test_blocks_and_pool_together(shallow):
     dense, *_ = run(shallow, H2O, block=7)
     pooled, *_ = run(shallow, dataclasses.replace(H2O, layout=Layout(pool=True)), block=7)
@@ -97,7 +100,7 @@ BY_RANK = {  # a policy; tokens that the library before this one generated, and 
 }
 
 
-@pytest.mark.parametrize("case", BY_RANK)
+@pytest.mark.parametrize("case", slow_but(BY_RANK, "H2O by rank"))
 def test_by_rank_it_reads_what_was_recorded(case, shallow):
     model, params = shallow
     if "ALiBi" in case:
@@ -126,7 +129,7 @@ def layer(pos, H=4):
     return Layer(k, -k, pos, pos.astype(jnp.float32), how=like.how)
 
 
-@pytest.mark.parametrize("capacity", [64, 61])
+@pytest.mark.parametrize("capacity", slow_but([64, 61], 64))
 def test_heads_keep_their_slots_whatever_dies(capacity):
     """Random evictions and insertions against lists of positions; every head reaches its own bound, and no further."""
     rng, start = np.random.default_rng(capacity), 8

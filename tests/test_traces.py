@@ -13,6 +13,7 @@ from kvjax.analysis.losses import output_kl, task_loss
 from kvjax.learning.families import EntropyK, View
 from kvjax.models.mpt import MPTConfig
 from tests.float64 import DIM, VOCAB, E, G, K, L, Wide, central, relative, turned
+from tests.marks import slow_but
 
 B, S, R = 2, 10, 3
 LENGTHS = np.array([10, 7])
@@ -65,6 +66,7 @@ def _layer(params, i, x, n, gates):
     return gated, full, moved[n:].mean()
 
 
+@pytest.mark.slow
 def test_gates_cost_what_numpy_says(wide):
     """At the output, where later layers feel what earlier ones lost, and by layer, where they do not."""
     model, params, reading = wide
@@ -74,7 +76,7 @@ def test_gates_cost_what_numpy_says(wide):
     np.testing.assert_allclose(found, losses, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["output_kl", "task_loss"])
+@pytest.mark.parametrize("name", slow_but(["output_kl", "task_loss"], "output_kl"))
 def test_gates_have_exact_gradients_at_the_output(wide, name):
     model, params, reading = wide
 
@@ -117,6 +119,7 @@ def test_one_row_has_the_theorems_loss(wide):
 # ------------------------------------------------------------------------------------------------------------- voters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{}, {"window": 4}, {"softcap": 1.5, "scale": 0.9}], ids=str)
 def test_votes_under_any_softmax_and_their_gradient(wide, limits):
     """With a scale, a sliding window and a soft cap of the model's own; padding rows vote for nothing."""
@@ -136,6 +139,7 @@ def test_votes_under_any_softmax_and_their_gradient(wide, limits):
     assert relative(jax.grad(loss)(jnp.asarray(factor)), central(loss, factor)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "heads"), [(models.ModelConfig, 2), (MPTConfig, 4)])
 def test_voters_are_the_rows_that_ahakv_observes(kind, heads):
     """At its own k, in layers with and without a sliding window, with and without ALiBi."""

@@ -89,6 +89,7 @@ def test_what_heads_do_not_see():
     assert (gone[1] == gone[1][0]).all()
 
 
+@pytest.mark.slow
 def test_nothing_hidden_is_plain_attention():
     config = ModelConfig(31, 16, 16, 2, 4, 2, 8, qkv_bias=True)
     model, tokens = LanguageModel(config), jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 20)))

@@ -329,17 +329,17 @@ def test_paths_that_are_no_checkpoint_directory(checkpoint, tiny, tmp_path):
     for use in (models.load, models.load_tokenizer):
         with pytest.raises(ValueError, match=r"config.json is neither .* it is a file: give the directory"):
             use(path / "config.json")
-    with pytest.raises(ValueError, match=r"config.json is in the way"):
-        models.save(path / "config.json", *tiny)
-    with pytest.raises(ValueError, match="model is a dict, not a LanguageModel"):
-        models.save(path, *tiny[::-1])
-    with pytest.raises(ValueError, match=r"config.json is in the way"):
-        models.save(path / "config.json" / "below", *tiny)
+    (tmp_path / "odd" / "model.safetensors").mkdir(parents=True)
+    for given, message in (
+        ((path / "config.json", *tiny), "config.json is in the way"),
+        ((path / "config.json" / "below", *tiny), "config.json is in the way"),
+        ((tmp_path / "odd", *tiny), "model.safetensors is in the way"),
+        ((path, *tiny[::-1]), "model is a dict, not a LanguageModel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.save(*given)
     with pytest.raises(ValueError, match="params are traced, and have no values to write"):
         jax.eval_shape(lambda params: models.save(path, tiny[0], params), tiny[1])
-    (tmp_path / "odd" / "model.safetensors").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"model.safetensors is in the way"):
-        models.save(tmp_path / "odd", *tiny)
 
 
 def test_incomplete_directories(tmp_path):
