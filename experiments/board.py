@@ -30,15 +30,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 
 import kvjax
 from kvjax import configs, models
 from kvjax.configs.experiment import Experiment, Made, Setup, changed, check_distinct, check_whole, with_params
 from kvjax.experiments.core import job, metrics, stats
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import check_output, run_options, write_figure
 from kvjax.experiments.core.engine import Shape, shapes
 from kvjax.experiments.core.page import Table, markdown, percent, scored
 from kvjax.experiments.core.setup import build, find_builders, read_text
@@ -532,10 +530,7 @@ def run(board: Board, command: list[str]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        board = tyro.cli(Board, args=argv, prog="experiments/board.py", description=__doc__)
-        run(board, [sys.executable, *sys.argv])
+    run_options(Board, lambda options: run(options, [sys.executable, *sys.argv]), argv, "board", __doc__)
 
 
 if __name__ == "__main__":

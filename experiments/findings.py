@@ -38,8 +38,7 @@ from kvjax import Evict, Policy, methods, models
 from kvjax.analysis import Interval, curves, interval
 from kvjax.budgets import Pyramid, Schedule
 from kvjax.configs.experiment import Budget, check_distinct, check_whole
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import check_output, run_options, write_figure
 from kvjax.experiments.core.page import Table, cell, markdown, percent
 from kvjax.experiments.core.setup import text_digest
 from kvjax.experiments.papers import prompts
@@ -306,10 +305,7 @@ def _stored(file: pathlib.Path, asked: str) -> Divergences:
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        options = tyro.cli(Findings, args=argv, prog="experiments/findings.py", description=__doc__)
-        run(options)
+    run_options(Findings, run, argv, "findings", __doc__)
 
 
 if __name__ == "__main__":

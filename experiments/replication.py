@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 
 import kvjax
@@ -33,8 +32,7 @@ from kvjax import Policy, methods, models
 from kvjax.configs.experiment import Experiment, check_distinct, check_whole, label
 from kvjax.experiments.board import PARTS, Board, Part, judged
 from kvjax.experiments.core import job, stats
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import check_output, run_options, write_figure, write_json
 from kvjax.experiments.core.page import Table, difference, markdown
 from kvjax.experiments.core.setup import build, find_builders, text_digest
 from kvjax.experiments.papers.base import canvas, message, style
@@ -354,10 +352,7 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        options = tyro.cli(Replication, args=argv, prog="experiments/replication.py", description=__doc__)
-        run(options, [sys.executable, *sys.argv])
+    run_options(Replication, lambda options: run(options, [sys.executable, *sys.argv]), argv, "replication", __doc__)
 
 
 if __name__ == "__main__":

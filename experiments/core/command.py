@@ -8,12 +8,14 @@ import pathlib
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import tyro
 
 from kvjax.experiments import stopping
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.models.written import naming, write_bytes
 
 
@@ -31,6 +33,33 @@ def plain_errors() -> Iterator[None]:
     except KeyboardInterrupt as e:
         print(f"\n{str(e) or 'interrupted; no result was being written'}", file=sys.stderr)
         raise SystemExit(stopping.exit_code()) from e
+
+
+def script(function: Any, argv: Sequence[str] | None = None, **how: Any) -> Any:
+    """What a function returns that is called as the command line says; `plain_errors` says what stops it.
+
+    Args:
+      function: whose arguments are options; or several by name, one of which the command line names.
+      argv: the command line; this process's if None.
+      **how: as `tyro.cli` takes it.
+    """
+    with plain_errors():
+        cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(function, dict) else tyro.cli
+        return cli(function, args=argv, **how)
+
+
+def run_options(options: Any, run: Callable[[Any], object], argv: Sequence[str], name: str, about: str | None) -> None:
+    """Runs a script of this folder whose options are a class, and of which one says to compile anew.
+
+    Args:
+      options: the class.
+      run: called with one.
+      argv: the command line.
+      name: the script's.
+      about: what its help says.
+    """
+    with plain_errors():
+        run(tyro.cli(options, args=read_cache_option(argv), prog=f"experiments/{name}.py", description=about))
 
 
 def imported(module: str, extra: str) -> types.ModuleType:

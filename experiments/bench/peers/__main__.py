@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import tyro
-
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments import stopping
 from kvjax.experiments.bench.peers.checkpoints import MODELS, Model, as_toy, checkpoint
@@ -35,7 +33,7 @@ from kvjax.experiments.bench.peers.report import short as short_table
 from kvjax.experiments.bench.peers.rows import Row, choose, make_rows, turns
 from kvjax.experiments.bench.peers.workers import SIDES, JobError, Sides
 from kvjax.experiments.bench.process import stored_rows
-from kvjax.experiments.core.command import plain_errors, write_figure, write_json
+from kvjax.experiments.core.command import script, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import environment as surroundings
 from kvjax.models.written import write_bytes
@@ -179,5 +177,4 @@ def bench(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(bench)
+    script(bench)
