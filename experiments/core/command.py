@@ -1,6 +1,7 @@
 """What the commands of this folder share: how they end, and how they write files."""
 
 import contextlib
+import gzip
 import importlib
 import io
 import json
@@ -8,7 +9,7 @@ import pathlib
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +90,29 @@ def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", **options)
     write_bytes(path, buffer.getvalue())
+
+
+def write_page(
+    directory: pathlib.Path, name: str, text: str, figures: Mapping[str, Any], rows: Sequence[Any] = ()
+) -> None:
+    """Writes a page, its figures and what it was made from, and says where.
+
+    Args:
+      directory: where.
+      name: the page's, without a suffix.
+      text: Markdown.
+      figures: matplotlib's, by their names.
+      rows: pandas' tables, one below the other in `scores.csv.gz`.
+    """
+    for title, figure in figures.items():
+        write_figure(directory / f"{title}.png", figure)
+    if rows:
+        import pandas as pd  # which takes longer than --help should
+
+        content = pd.concat(rows).to_csv(index=False, float_format="%.6g").encode()
+        write_bytes(directory / "scores.csv.gz", gzip.compress(content, mtime=0))
+    write_bytes(directory / f"{name}.md", text.encode())
+    print(f"written to {directory}")
 
 
 def check_output(path: pathlib.Path | None) -> None:
