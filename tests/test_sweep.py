@@ -17,7 +17,7 @@ SHARED = ["--", "--examples", "4", "--tasks", "key_value", "needle"]
 
 def planned(*argv):
     own, runs = sweep.parse(argv)
-    return sweep.jobs(runs, own.output, own.keep)
+    return sweep.jobs(runs, own.output)
 
 
 def test_every_value_of_every_option_makes_a_run(tmp_path):
