@@ -160,20 +160,9 @@ class Board:
 
     def setup(self, part: Part) -> Setup:
         """Of the run of one part."""
-        return Setup(
-            model=self.model,
-            tasks=self.tasks(part),
-            text=self.text,
-            examples=self.examples,
-            length=self.length,
-            answer=part.answer,
-            protocol=part.protocol,
-            baselines=(),
-            slots="shared",
-            batch_size=self.batch_size,
-            seed=self.seed,
-            dtype=self.dtype,
-        )
+        asked: dict[str, Any] = {"tasks": self.tasks(part), "answer": part.answer, "protocol": part.protocol}
+        asked |= {name: getattr(self, name) for name in ("model", "text", "examples", "length", "seed", "dtype")}
+        return Setup(**asked, batch_size=self.batch_size, baselines=(), slots="shared")
 
 
 # --- which policies ---
