@@ -30,7 +30,7 @@ from kvjax.experiments.bench.peers.environment import ROOT, check_interpreter, m
 from kvjax.experiments.bench.peers.measure import measure, outcome, together
 from kvjax.experiments.bench.peers.report import draw, markdown, number, spread
 from kvjax.experiments.bench.peers.report import short as short_table
-from kvjax.experiments.bench.peers.rows import Row, choose, make_rows, turns
+from kvjax.experiments.bench.peers.rows import Row, bound, choose, make_rows, turns
 from kvjax.experiments.bench.peers.workers import SIDES, JobError, Sides
 from kvjax.experiments.bench.process import stored_rows
 from kvjax.experiments.core.command import script, write_figure, write_json
@@ -80,8 +80,8 @@ def _show(text: str) -> None:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    bound = "at least" if entry["kind"] == "speed" else "at most"
-    aim = "" if entry["goal"] is None else f"; {bound} {number(entry['goal'])}: {'met' if entry['met'] else 'missed'}"
+    side, met = bound(entry["kind"]), "met" if entry["met"] else "missed"
+    aim = "" if entry["goal"] is None else f"; {side} {number(entry['goal'])}: {met}"
     return f"{entry['model']}/{entry['name']:24s} {spread(entry['ratio'])}{aim}"
 
 
@@ -128,7 +128,7 @@ def bench(
     rows = choose(every, only)
     if list:
         for row in every:
-            aim = f" ({row.bound} {number(row.goal)})" if row.goal is not None else ""
+            aim = f" ({bound(row.ratio)} {number(row.goal)})" if row.goal is not None else ""
             print(f"{row.key:32s} {row.text}{aim}")
         return
     if short:

@@ -96,11 +96,6 @@ class Row:
         return self.model, self.ours.kind in ("first", "load"), self.ours.what, self.ours.length, self.ours.budget
 
     @property
-    def bound(self) -> str:
-        """On which side of its goal a ratio should be."""
-        return "at least" if self.ratio == "speed" else "at most"
-
-    @property
     def jobs(self) -> tuple[Job, ...]:
         """All that must be measured for it."""
         return (self.ours, self.beside, *self.less)
@@ -121,6 +116,11 @@ _PRESS = {
     "random": "RandomPress",
 }
 _STEPWISE = ("tova", "h2o", "keyformer", "roco", "random")  # those that evict at every step
+
+
+def bound(ratio: str) -> str:
+    """On which side of its goal a ratio of a kind should be."""
+    return "at least" if ratio == "speed" else "at most"
 
 
 def make_rows(model: Model) -> list[Row]:
