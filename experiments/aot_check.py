@@ -31,10 +31,9 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
 from jax.experimental import topologies
 
-from kvjax.experiments.core.command import plain_errors
+from kvjax.experiments.core.command import script
 from kvjax.experiments.core.page import Table, markdown
 from kvjax.experiments.gpu import launches
 from kvjax.models.written import write_bytes
@@ -458,5 +457,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        sys.exit(tyro.cli(main))
+    sys.exit(script(main))

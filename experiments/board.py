@@ -20,7 +20,6 @@ import bisect
 import collections
 import dataclasses
 import functools
-import gzip
 import inspect
 import itertools
 import math
@@ -30,15 +29,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
-import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import kvjax
 from kvjax import configs, models
 from kvjax.configs.experiment import Experiment, Made, Setup, changed, check_distinct, check_whole, with_params
 from kvjax.experiments.core import job, metrics, stats
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import check_output, run_options, write_page
 from kvjax.experiments.core.engine import Shape, shapes
 from kvjax.experiments.core.page import Table, markdown, percent, scored
 from kvjax.experiments.core.setup import build, find_builders, read_text
@@ -47,7 +45,6 @@ from kvjax.experiments.run import config_of
 from kvjax.experiments.tasks.base import Protocol
 from kvjax.models.embedded import INCLUDED
 from kvjax.models.sources import locate
-from kvjax.models.written import write_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,20 +160,9 @@ class Board:
 
     def setup(self, part: Part) -> Setup:
         """Of the run of one part."""
-        return Setup(
-            model=self.model,
-            tasks=self.tasks(part),
-            text=self.text,
-            examples=self.examples,
-            length=self.length,
-            answer=part.answer,
-            protocol=part.protocol,
-            baselines=(),
-            slots="shared",
-            batch_size=self.batch_size,
-            seed=self.seed,
-            dtype=self.dtype,
-        )
+        asked: dict[str, Any] = {"tasks": self.tasks(part), "answer": part.answer, "protocol": part.protocol}
+        asked |= {name: getattr(self, name) for name in ("model", "text", "examples", "length", "seed", "dtype")}
+        return Setup(**asked, batch_size=self.batch_size, baselines=(), slots="shared")
 
 
 # --- which policies ---
@@ -440,12 +426,10 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
             apart = min(0.2, 0.6 / max(len(shares) - 1, 1))  # of a row: marks of a method stand nearest to each other
             aside = apart * ((len(shares) - 1) / 2 - i)
             for k, (n, c) in enumerate(zip(found.at(share), wins(found, share)[1], strict=True)):
-                ends = [[scale * (n["value"] - n["low"])], [scale * (n["high"] - n["value"])]]
-                hollow = c is not None and c.verdict == "worse"
-                look = {**style(i), "linestyle": "none", "markersize": 3, "elinewidth": 0.7}
-                look["markerfacecolor"] = "white" if hollow else look["color"]
+                ends = [scale * n[x] for x in ("value", "low", "high")]
                 at, label = names.index(_name(n)) + aside, f"{100 * share:.4g} % of the bytes" if k == 0 else None
-                axes.errorbar([scale * n["value"]], [at], xerr=ends, label=label, **look)
+                look = {"markersize": 3, "elinewidth": 0.7, "label": label}
+                mark(axes, i, at, ends, c is not None and c.verdict == "worse", **look)
         axes.set(xlabel="score, %" if score else "perplexity", title=found.part.title)
         axes.set_ylim(-0.7 - 0.8 * len(shares), len(names) - 0.3)  # the legend stands below all methods
         if score:
@@ -459,6 +443,13 @@ def curves(parts: Mapping[str, Found], shares: Sequence[float]) -> Figure:
     head, each = _title(parts, shares)
     source = "hollow: worse than the best at these bytes, by a paired test; 95 % intervals"
     return message(figure, "\n".join([head.replace(", not", ",\nnot"), *each]), source)
+
+
+def mark(axes: Axes, i: int, at: float, ends: Sequence[float], hollow: bool, **look: Any) -> None:
+    """A value with its interval (value, low, high) at a height, in the i-th style."""
+    (x, low, high), of = ends, style(i)
+    face = "white" if hollow else of["color"]
+    axes.errorbar([x], [at], xerr=[[x - low], [high - x]], **of | {"linestyle": "none", "markerfacecolor": face} | look)
 
 
 def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> tuple[str, list[str]]:
@@ -506,8 +497,6 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
 
 def run(board: Board, command: list[str]) -> None:
     """Runs what is missing, and draws."""
-    import pandas as pd  # which takes longer than --help should
-
     check_output(board.directory / "heat.png")
     shares, parts, rows = sorted(board.bytes, reverse=True), dict[str, Found](), []
     for name in board.asked:
@@ -522,20 +511,13 @@ def run(board: Board, command: list[str]) -> None:
             job.run(experiment, directory, command)
         parts[name], found = measured(PARTS[name], [*runs], board.metrics)
         rows.append(found.assign(part=name))
-    write_figure(board.directory / "heat.png", heat(parts, shares))
-    write_figure(board.directory / "curves.png", curves(parts, shares))
-    content = pd.concat(rows).to_csv(index=False, float_format="%.6g").encode()
-    write_bytes(board.directory / "scores.csv.gz", gzip.compress(content, mtime=0))
-    write_bytes(board.directory / "board.md", page(board, parts).encode())
-    print(f"written to {board.directory}")
+    figures = {"heat": heat(parts, shares), "curves": curves(parts, shares)}
+    write_page(board.directory, "board", page(board, parts), figures, rows)
 
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        board = tyro.cli(Board, args=argv, prog="experiments/board.py", description=__doc__)
-        run(board, [sys.executable, *sys.argv])
+    run_options(Board, lambda options: run(options, [sys.executable, *sys.argv]), argv, "board", __doc__)
 
 
 if __name__ == "__main__":

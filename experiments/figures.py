@@ -31,8 +31,7 @@ from tqdm import tqdm
 
 from kvjax import models
 from kvjax.configs.experiment import check_distinct, check_whole
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import check_output, run_options, write_figure, write_json
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.papers import FIGURES, prompts
@@ -186,12 +185,9 @@ def run(options: Options, command: Sequence[str]) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        names = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())
-        about = f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{names}"
-        options = tyro.cli(Options, args=argv, prog="experiments/figures.py", description=about)
-        run(options, [sys.executable, *sys.argv])
+    names = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())
+    about = f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{names}"
+    run_options(Options, lambda options: run(options, [sys.executable, *sys.argv]), argv, "figures", about)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,7 @@ from kvjax import Evict, Policy, methods, models
 from kvjax.analysis import Interval, curves, interval
 from kvjax.budgets import Pyramid, Schedule
 from kvjax.configs.experiment import Budget, check_distinct, check_whole
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import check_output, run_options, write_page
 from kvjax.experiments.core.page import Table, cell, markdown, percent
 from kvjax.experiments.core.setup import text_digest
 from kvjax.experiments.papers import prompts
@@ -285,9 +284,7 @@ def run(options: Findings) -> None:
             np.savez_compressed(content, kl=kl.astype(np.float32), options=asked)
             write_bytes(stored, content.getvalue())
     page, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
-    write_figure(options.output / f"{stem}.png", figure)
-    write_bytes(options.output / f"{stem}.md", page.encode())
-    print(f"written to {options.output}")
+    write_page(options.output, stem, page, {stem: figure})
 
 
 def _stored(file: pathlib.Path, asked: str) -> Divergences:
@@ -306,10 +303,7 @@ def _stored(file: pathlib.Path, asked: str) -> Divergences:
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        options = tyro.cli(Findings, args=argv, prog="experiments/findings.py", description=__doc__)
-        run(options)
+    run_options(Findings, run, argv, "findings", __doc__)
 
 
 if __name__ == "__main__":

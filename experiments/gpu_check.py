@@ -28,10 +28,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others may sh
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 from kvjax.configs.experiment import check_distinct, check_whole
-from kvjax.experiments.core.command import plain_errors
+from kvjax.experiments.core.command import script
 from kvjax.experiments.core.provenance import device_info, environment
 from kvjax.experiments.gpu import watchdog
 from kvjax.experiments.gpu.correct import STATISTICS, correctness, repeatability
@@ -404,5 +403,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        sys.exit(tyro.cli(main))
+    sys.exit(script(main))

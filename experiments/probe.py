@@ -27,7 +27,7 @@ import tyro
 from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.text import repeating
-from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
@@ -175,7 +175,5 @@ def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        argv = read_cache_option(sys.argv[1:])
-        commands = {f.__name__: f for f in (filters, heads, kvzap, queries)}
-        tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv)
+    commands = {f.__name__: f for f in (filters, heads, kvzap, queries)}
+    script(commands, read_cache_option(sys.argv[1:]), description=__doc__)

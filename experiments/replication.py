@@ -15,7 +15,6 @@ if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
 import dataclasses
-import gzip
 import json
 import math
 import pathlib
@@ -25,23 +24,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 
 import kvjax
 from kvjax import Policy, methods, models
 from kvjax.configs.experiment import Experiment, check_distinct, check_whole, label
-from kvjax.experiments.board import PARTS, Board, Part, judged
+from kvjax.experiments.board import PARTS, Board, Part, judged, mark
 from kvjax.experiments.core import job, stats
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure, write_json
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import check_output, run_options, write_json, write_page
 from kvjax.experiments.core.page import Table, difference, markdown
 from kvjax.experiments.core.setup import build, find_builders, text_digest
 from kvjax.experiments.papers.base import canvas, message, style
 from kvjax.experiments.papers.methods import METHODS
 from kvjax.models import pad_left
 from kvjax.models.embedded import INCLUDED
-from kvjax.models.written import write_bytes
 
 CLAIMS: Final = pathlib.Path(__file__).parent / "papers" / "claims.toml"
 PAPERS: Final = {
@@ -285,10 +281,9 @@ def plot(rows: Sequence[Row]) -> Figure:
     for axes, panel in zip(grid, panels, strict=True):
         axes.axvline(0, color="0.4", linewidth=1)
         for claim, model, _, c, scale, _ in (row for row in rows if _measured(row) == panel):
-            look = {**style(names.index(model)), "linestyle": "none", "markersize": 5}
-            look["markerfacecolor"] = "white" if c.verdict == "undecided" else look["color"]
-            x, low, high = (100 * scale * v for v in (c.difference, c.low, c.high))
-            axes.errorbar([x], [every.index(claim) + aside[model]], xerr=[[x - low], [high - x]], **look)
+            ends = [100 * scale * x for x in (c.difference, c.low, c.high)]
+            hollow = c.verdict == "undecided"
+            mark(axes, names.index(model), every.index(claim) + aside[model], ends, hollow, markersize=5)
         for i, model in enumerate(names):
             axes.plot([], [], label=model, **{**style(i), "linestyle": "none"})
         axes.set_title(panel, fontsize="medium")
@@ -303,8 +298,6 @@ def plot(rows: Sequence[Row]) -> Figure:
 
 def run(options: Replication, command: list[str]) -> None:
     """Runs what is missing, decides, and writes."""
-    import pandas as pd  # which takes longer than --help should
-
     check_output(options.output / "claims.png")
     every, rows, tables = claims(), list[Row](), []
     for name in options.models:
@@ -321,11 +314,7 @@ def run(options: Replication, command: list[str]) -> None:
         each = stats.adjusted([row[3] for row in own])
         rows += [(*row[:3], c, *row[4:]) for row, c in zip(own, each, strict=True)]
     rows.sort(key=lambda row: every.index(row[0]))
-    content = pd.concat(tables).to_csv(index=False, float_format="%.6g").encode()
-    write_bytes(options.output / "scores.csv.gz", gzip.compress(content, mtime=0))
-    write_figure(options.output / "claims.png", plot(rows))
-    write_bytes(options.output / "replication.md", page(rows, options).encode())
-    print(f"written to {options.output}")
+    write_page(options.output, "replication", page(rows, options), {"claims": plot(rows)}, tables)
 
 
 _COLUMNS = ["method", "budget", "task", "index", "context", "value"]
@@ -354,10 +343,7 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        options = tyro.cli(Replication, args=argv, prog="experiments/replication.py", description=__doc__)
-        run(options, [sys.executable, *sys.argv])
+    run_options(Replication, lambda options: run(options, [sys.executable, *sys.argv]), argv, "replication", __doc__)
 
 
 if __name__ == "__main__":

@@ -16,21 +16,23 @@ import importlib
 if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
-import argparse
 import ast
 import contextlib
 import dataclasses
 import itertools
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from kvjax import configs
 from kvjax.experiments import run, stopping
@@ -59,52 +61,53 @@ class Job:
 # --- which runs ---
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[list[str]]]:
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """What makes runs, and who runs them; all other options are those of runs.
+
+    Attributes:
+      config: files in configs/, by name, or paths.
+      policy: functions of a budget, FILE.py:make each, as of run.py.
+      output: where runs go; results if not given.
+      scheduler: who runs them.
+      workers: local processes at a time; if not given, one a GPU, and one without a GPU.
+      resources: what a run gets, NAME=VALUE each: parameters of submitit's AutoExecutor, or options of Ray's tasks.
+      commands: print the runs, and start none.
+    """
+
+    config: tuple[str, ...] = ()
+    policy: tuple[str, ...] = ()
+    output: pathlib.Path | None = None
+    scheduler: Literal["local", "slurm", "ray"] = "local"
+    workers: int | None = None
+    resources: tuple[str, ...] = ()
+    commands: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=["--dry-run"])] = False
+
+
+def parse(argv: Sequence[str]) -> tuple[Sweep, list[list[str]]]:
     """The sweep's own options, and the arguments of every run.
 
     Raises:
-      ValueError: an option that is given twice, an axis without values, no config, or two runs that are one.
-      SystemExit: options that do not exist or do not fit, after saying which do; or --help.
+      ValueError: an axis without values, no config, an option that is none of the runs', or that the scheduler lacks.
+      SystemExit: values that do not fit, after saying which do; or --help.
     """
     words = [text for text in argv if text != OPTION]
     at = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        prog="experiments/sweep.py",
-        description=(__doc__ or "").splitlines()[0],
-        usage="%(prog)s --config FILE ... [--OPTION VALUE ...] ... [-- OPTIONS OF ALL RUNS]",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", nargs="+", default=[], metavar="FILE", help="files in configs/, by name, or paths")
-    parser.add_argument(
-        "--policy", nargs="+", default=[], metavar="FILE.py:make", help="functions of a budget, as of run.py"
-    )
-    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help="where runs go; results by default")
-    parser.add_argument("--scheduler", choices=("local", "slurm", "ray"), default="local", help="who runs them")
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="local processes at a time; one a GPU by default, one without a GPU"
-    )
-    parser.add_argument(
-        "--resources",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="what a run gets: parameters of submitit's AutoExecutor, or options of Ray's tasks",
-    )
-    parser.add_argument("--commands", "--dry-run", action="store_true", help="print the runs, and start none")
-    (own, rest), fixed = parser.parse_known_args(words[:at]), words[at + 1 :]
+    how: dict[str, Any] = {"prog": "experiments/sweep.py", "description": __doc__, "return_unknown_args": True}
+    (own, rest), fixed = tyro.cli(Sweep, args=words[:at], **how), words[at + 1 :]
     sources = [("--config", x) for x in own.config] + [("--policy", x) for x in own.policy]
     if not sources:
         raise ValueError(f"a sweep needs --config or --policy; configs are {', '.join(configs.available())}")
     if wrong := [x for x in (*rest, *fixed) if x.partition("=")[0] in _OF_THE_SWEEP]:
         raise ValueError(f"{wrong[0]} is no option of the runs of a sweep; run one by experiments/run.py")
-    own.resources = dict(map(_resource, own.resources))
     if own.workers is not None and own.workers < 1:
         raise ValueError(f"--workers {own.workers} is no number of processes; give at least 1")
     if own.resources and own.scheduler == "local":
         raise ValueError("--resources are for --scheduler slurm or ray; local processes have --workers")
     if own.workers is not None and own.scheduler != "local":
         raise ValueError(f"--workers are local processes; what {own.scheduler} gives a run is said by --resources")
-    own.keep = OPTION not in argv
+    if wrong := [x for x in own.resources if not re.fullmatch(r"[^\W\d]\w*=.+", x)]:
+        raise ValueError(f"--resources {wrong[0]} is not of the form name=value")
     return own, [[*source, *axes, *fixed] for source, axes in itertools.product(sources, _axes(rest))]
 
 
@@ -125,9 +128,7 @@ def _axes(words: Sequence[str]) -> list[list[str]]:
 
 
 def _resource(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name.isidentifier() and equals and value):
-        raise ValueError(f"--resources {text} is not of the form name=value")
+    name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -188,7 +189,6 @@ def execute(job: Job, directory: str) -> int:
             return process.wait()
         except BaseException:  # a scheduler that cancels
             process.terminate()
-            process.wait()
             raise
 
 
@@ -318,14 +318,8 @@ def submitted(
     except (RuntimeError, NameError, TypeError, AssertionError, ValueError) as e:
         raise ValueError(f"submitit refuses {cluster}: {e}") from e
     with executor.batch():
-        sent = [executor.submit(execute, job, os.getcwd()) for job in jobs]
-    try:
-        yield from _as_they_end(dict(zip(sent, jobs, strict=True)))
-    except BaseException:
-        for job in sent:
-            if not job.done():
-                job.cancel()
-        raise
+        sent = {executor.submit(execute, job, os.getcwd()): job for job in jobs}
+    yield from _as_they_end(sent, lambda: [job.cancel() for job in sent if not job.done()])
 
 
 def on_ray(jobs: Sequence[Job], resources: Mapping[str, Any]) -> Generator[Ended, None, None]:
@@ -349,37 +343,39 @@ def on_ray(jobs: Sequence[Job], resources: Mapping[str, Any]) -> Generator[Ended
     path = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}  # where workers find this module
     with ray.init(log_to_driver=False, runtime_env={"env_vars": path}):
         sent = [task.remote(job, os.getcwd()) for job in jobs]
-        try:
-            yield from _as_they_end({each.future(): job for each, job in zip(sent, jobs, strict=True)})
-        except BaseException:
+
+        def cancel() -> None:
             for reference in sent:
                 ray.cancel(reference)
             ray.wait(sent, num_returns=len(sent), timeout=30)
-            raise
+
+        yield from _as_they_end({each.future(): job for each, job in zip(sent, jobs, strict=True)}, cancel)
 
 
-def _as_they_end(sent: Mapping[Any, Job]) -> Generator[Ended, None, None]:
-    """Jobs as the futures of their exit codes are done."""
+def _as_they_end(sent: Mapping[Any, Job], cancel: Callable[[], object]) -> Generator[Ended, None, None]:
+    """Jobs as the futures of their exit codes are done; where this ends before all are, the others are cancelled."""
     waiting = [*sent]
-    while waiting:
-        stopping.check()
-        for future in [each for each in waiting if each.done()]:
-            waiting.remove(future)
-            if (error := future.exception()) is None:
-                yield sent[future], _failure(future.result())
-            else:
-                yield sent[future], str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        time.sleep(0.2)
+    try:
+        while waiting:
+            stopping.check()
+            for future in [each for each in waiting if each.done()]:
+                waiting.remove(future)
+                if (error := future.exception()) is None:
+                    yield sent[future], _failure(future.result())
+                else:
+                    yield sent[future], str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            time.sleep(0.2)
+    except BaseException:
+        cancel()
+        raise
 
 
 def _failure(code: int) -> str:
     """Why a process failed, by its exit code; nothing for 0."""
     if code >= 0:
         return f"exit code {code}" if code else ""
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
 
 
 # --- the command ---
@@ -398,11 +394,12 @@ def run_all(planned: Sequence[Job], ended: Generator[Ended, None, None]) -> list
     return failed
 
 
-def _scheduled(planned: Sequence[Job], own: argparse.Namespace) -> Generator[Ended, None, None]:
+def _scheduled(planned: Sequence[Job], own: Sweep) -> Generator[Ended, None, None]:
+    resources = dict(map(_resource, own.resources))
     if own.scheduler == "slurm":
-        return submitted(planned, planned[0].log.parent / "submitit", own.resources)
+        return submitted(planned, planned[0].log.parent / "submitit", resources)
     if own.scheduler == "ray":
-        return on_ray(planned, own.resources)
+        return on_ray(planned, resources)
     return local(planned, places(own.workers, devices(), len(os.sched_getaffinity(0))))
 
 
@@ -412,7 +409,7 @@ def main(argv: Sequence[str]) -> None:
         if {"-h", "--help"} & set(argv):
             read_cache_option(argv)
         own, runs = parse(argv)
-        planned = jobs(runs, own.output, own.keep)
+        planned = jobs(runs, own.output, OPTION not in argv)
         if own.commands:
             print("\n".join(shlex.join(job.command) for job in planned))
             return

@@ -14,13 +14,10 @@ if __name__ == "__main__":  # before imports that take seconds
 
 import sys
 
-import tyro
-
-from kvjax.experiments.core.command import plain_errors
+from kvjax.experiments.core.command import script
 from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.training import embedded, varied
 
 if __name__ == "__main__":
-    with plain_errors():
-        trainings = {"embedded": embedded.train, "varied": varied.train}
-        tyro.extras.subcommand_cli_from_dict(trainings, args=read_cache_option(sys.argv[1:]), description=__doc__)
+    trainings = {"embedded": embedded.train, "varied": varied.train}
+    script(trainings, read_cache_option(sys.argv[1:]), description=__doc__)

@@ -28,15 +28,9 @@ def test_tables():
     )
     row = "| h2o, query heads | dense | 4,096 | 2 KiB | 2 KiB | 25.0% | 3 MiB | 2 MiB | 2 MiB | 1.50 | 512 B | 0 B |"
     assert text.splitlines()[2] == row
-    mark = lambda tokens, ratio: {
-        "tokens": tokens,
-        "median_us": 50.0,
-        "min_us": 49.0,
-        "ratio": ratio,
-        "processor_ratio": 1.0,
-    }
-    windows = [{"tokens": n, "median_us": 50.0, "min_us": 49.0, "held": 2**20} for n in (10240, 20480, 30720)]
-    marks = [mark(10752, 1.0), mark(31232, 1.003)]
+    took = {"median_us": 50.0, "min_us": 49.0}
+    windows = [took | {"tokens": n, "held": 2**20} for n in (10240, 20480, 30720)]
+    marks = [took | {"tokens": n, "ratio": x, "processor_ratio": 1.0} for n, x in ((10752, 1.0), (31232, 1.003))]
     rows = {name: {"windows": windows, "marks": marks, "growth": n} for name, n in (("h2o", 4096), ("tova", -4096))}
     assert stream.table(rows).splitlines()[2:] == [
         f"| {name} | 50.0 | 50.0 | 1.003 | 1.000 | {growth} |" for name, growth in (("h2o", "4 KiB"), ("tova", "0 B"))

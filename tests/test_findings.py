@@ -12,21 +12,13 @@ from kvjax.experiments.findings import DIVISIONS, PROTECTIONS, SCORES, Findings
 SIZES = len(SCORES), len(PROTECTIONS), len(DIVISIONS)
 
 
-def test_variance_that_each_factor_explains():
-    """Of sums of effects all, by each alone; what factors do together is the rest, as least squares leave it."""
-    rng = np.random.default_rng(0)
-    a, b, c = (x - x.mean() for x in map(rng.normal, (0, 0, 0), (3, 2, 1), [(n,) for n in SIZES]))
-    sums = a[:, None, None] + b[:, None] + c
-    found = findings.shares(sums + 5)
-    wanted = [x.var() / (a.var() + b.var() + c.var()) for x in (a, b, c)]
-    np.testing.assert_allclose([*found.values()], [*wanted, 0], atol=1e-12)
-    noisy = sums + rng.normal(size=SIZES)
-    cells = [*itertools.product(*map(range, SIZES))]
+def test_what_factors_do_together_is_the_rest():
+    """As least squares leave it; `test_pages.py` has what each explains alone."""
+    values, cells = np.random.default_rng(0).normal(size=SIZES), [*itertools.product(*map(range, SIZES))]
     design = np.array([[1.0, *(cell[axis] == k for axis in range(3) for k in range(SIZES[axis]))] for cell in cells])
-    left = noisy.ravel() - design @ np.linalg.lstsq(design, noisy.ravel(), rcond=None)[0]
-    assert findings.shares(noisy)["interactions"] == pytest.approx(
-        (left**2).sum() / ((noisy - noisy.mean()) ** 2).sum()
-    )
+    left = values.ravel() - design @ np.linalg.lstsq(design, values.ravel(), rcond=None)[0]
+    rest = (left**2).sum() / ((values - values.mean()) ** 2).sum()
+    assert findings.shares(values)["interactions"] == pytest.approx(rest)
 
 
 def test_the_best_method_beside_the_best_mask():

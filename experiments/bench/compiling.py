@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 import kvjax
 from kvjax import methods, models
@@ -19,7 +18,7 @@ from kvjax.configs.experiment import check_distinct, check_whole
 from kvjax.drivers import attend, loop
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import apart, held
-from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info, write_found
 from kvjax.models.embedded import EMBEDDED
@@ -151,5 +150,4 @@ def bench(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(bench)
+    script(bench)

@@ -25,7 +25,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 import kvjax
@@ -33,7 +32,7 @@ from kvjax import analysis, models
 from kvjax.budgets import Schedule
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments.bench.policies import make_policy
-from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.provenance import write_found
 from kvjax.experiments.tasks import TASKS
 from kvjax.experiments.tasks.base import task_of
@@ -172,5 +171,4 @@ def largest_difference(whole: analysis.Curves, kind: str, results: list[Any], pa
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(main)
+    script(main)

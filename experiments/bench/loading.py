@@ -14,13 +14,12 @@ import tempfile
 from importlib import metadata
 
 import jax.numpy as jnp
-import tyro
 
 from kvjax import models
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments.bench.peers.checkpoints import Dtype, Model, checkpoint
 from kvjax.experiments.bench.process import apart
-from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info, write_found
 
@@ -93,5 +92,4 @@ def bench(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(bench)
+    script(bench)

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
 import kvjax
 from kvjax import methods, models
@@ -30,7 +29,7 @@ from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.bench.speed import RANDOM
-from kvjax.experiments.core.command import plain_errors, write_json
+from kvjax.experiments.core.command import script, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info
@@ -184,5 +183,4 @@ def bench(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(bench)
+    script(bench)

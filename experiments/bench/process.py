@@ -39,6 +39,30 @@ def held(what: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
+def loading(
+    load: Callable[[], Sequence[Any]], read: Callable[[Any], Any], size: Callable[[Any], int]
+) -> dict[str, Any]:
+    """What loading parameters takes, and reading each number once.
+
+    Args:
+      load: the parameters.
+      read: looks at every number of one.
+      size: its bytes.
+
+    Returns:
+      `ready` and `read`: seconds until there are parameters that can be used, and until each has been read once;
+      `processor`: seconds of all threads until then; `peak`: bytes that the process has held at most; `before`: those
+      that it held before; `size`: those of the parameters.
+    """
+    before, start, spent = held("VmRSS"), time.perf_counter(), time.process_time()
+    params = load()
+    ready = time.perf_counter() - start
+    for x in params:
+        read(x)
+    took = {"ready": ready, "read": time.perf_counter() - start, "processor": time.process_time() - spent}
+    return took | {"before": before, "peak": held("VmHWM"), "size": sum(map(size, params))}
+
+
 def forget_peak() -> None:
     """From here on the peak is that of what comes."""
     pathlib.Path("/proc/self/clear_refs").write_text("5")

@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax.sharding import PartitionSpec as P
 
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments.bench.speed import RANDOM
-from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.engine import peak_bytes
 from kvjax.experiments.core.provenance import write_found
 
@@ -76,5 +75,4 @@ def main(length: int = 4096, batch: int = 4, output: pathlib.Path | None = None)
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(main)
+    script(main)

@@ -13,13 +13,12 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-import tyro
 
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.experiments.bench.process import held
-from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.provenance import write_found
 from kvjax.models.embedded import EMBEDDED
 
@@ -71,5 +70,4 @@ def soak(generations: int = 1000, warm: int = 200, requests: int = 40, output: p
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(soak)
+    script(soak)

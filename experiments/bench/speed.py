@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas as pd
-import tyro
 
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import seconds_in_turns
-from kvjax.experiments.core.command import check_output, plain_errors
+from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.provenance import write_found
 from kvjax.models.embedded import EMBEDDED
 
@@ -176,5 +175,4 @@ def _prompts(model: models.LanguageModel, batch: int, length: int) -> jax.Array:
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.extras.subcommand_cli_from_dict({"prefill": prefill, "decode": decode})
+    script({"prefill": prefill, "decode": decode})

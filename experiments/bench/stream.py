@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 
 import kvjax
@@ -30,7 +29,7 @@ from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
-from kvjax.experiments.core.command import plain_errors, write_figure, write_json
+from kvjax.experiments.core.command import script, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info
@@ -168,5 +167,4 @@ def bench(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(bench)
+    script(bench)

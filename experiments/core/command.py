@@ -1,6 +1,7 @@
 """What the commands of this folder share: how they end, and how they write files."""
 
 import contextlib
+import gzip
 import importlib
 import io
 import json
@@ -8,12 +9,14 @@ import pathlib
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import tyro
 
 from kvjax.experiments import stopping
+from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.models.written import naming, write_bytes
 
 
@@ -31,6 +34,33 @@ def plain_errors() -> Iterator[None]:
     except KeyboardInterrupt as e:
         print(f"\n{str(e) or 'interrupted; no result was being written'}", file=sys.stderr)
         raise SystemExit(stopping.exit_code()) from e
+
+
+def script(function: Any, argv: Sequence[str] | None = None, **how: Any) -> Any:
+    """What a function returns that is called as the command line says; `plain_errors` says what stops it.
+
+    Args:
+      function: whose arguments are options; or several by name, one of which the command line names.
+      argv: the command line; this process's if None.
+      **how: as `tyro.cli` takes it.
+    """
+    with plain_errors():
+        cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(function, dict) else tyro.cli
+        return cli(function, args=argv, **how)
+
+
+def run_options(options: Any, run: Callable[[Any], object], argv: Sequence[str], name: str, about: str | None) -> None:
+    """Runs a script of this folder whose options are a class, and of which one says to compile anew.
+
+    Args:
+      options: the class.
+      run: called with one.
+      argv: the command line.
+      name: the script's.
+      about: what its help says.
+    """
+    with plain_errors():
+        run(tyro.cli(options, args=read_cache_option(argv), prog=f"experiments/{name}.py", description=about))
 
 
 def imported(module: str, extra: str) -> types.ModuleType:
@@ -60,6 +90,29 @@ def write_figure(path: pathlib.Path, figure: Any, **options: Any) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", **options)
     write_bytes(path, buffer.getvalue())
+
+
+def write_page(
+    directory: pathlib.Path, name: str, text: str, figures: Mapping[str, Any], rows: Sequence[Any] = ()
+) -> None:
+    """Writes a page, its figures and what it was made from, and says where.
+
+    Args:
+      directory: where.
+      name: the page's, without a suffix.
+      text: Markdown.
+      figures: matplotlib's, by their names.
+      rows: pandas' tables, one below the other in `scores.csv.gz`.
+    """
+    for title, figure in figures.items():
+        write_figure(directory / f"{title}.png", figure)
+    if rows:
+        import pandas as pd  # which takes longer than --help should
+
+        content = pd.concat(rows).to_csv(index=False, float_format="%.6g").encode()
+        write_bytes(directory / "scores.csv.gz", gzip.compress(content, mtime=0))
+    write_bytes(directory / f"{name}.md", text.encode())
+    print(f"written to {directory}")
 
 
 def check_output(path: pathlib.Path | None) -> None:

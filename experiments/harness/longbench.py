@@ -9,14 +9,11 @@ classes, `answers` and `all_classes`). Prompts of the first kind are made by lm-
 used as they are.
 """
 
-import argparse
 import json
 import pathlib
-import sys
-from collections.abc import Sequence
 from typing import Any
 
-from kvjax.experiments.core.command import plain_errors, write_json
+from kvjax.experiments.core.command import script, write_json
 from kvjax.experiments.harness import lm_eval_module
 from kvjax.experiments.tasks.rows import object_of, of_file
 from kvjax.models.written import write_bytes
@@ -91,17 +88,17 @@ def write_tasks(data: pathlib.Path, output: pathlib.Path) -> list[str]:
     return tasks
 
 
-def main(argv: Sequence[str]) -> None:
-    """Writes the tasks, and says how to run them."""
-    with plain_errors():
-        parser = argparse.ArgumentParser(prog="python -m kvjax.experiments.harness.longbench", allow_abbrev=False)
-        parser.add_argument("--data", type=pathlib.Path, required=True, metavar="DIR", help="LongBench's files")
-        parser.add_argument("--output", type=pathlib.Path, required=True, metavar="TASKS", help="where tasks go")
-        own = parser.parse_args(argv)
-        tasks = write_tasks(own.data, own.output)
-        print(f"{len(tasks)} tasks: {', '.join(tasks)}")
-        print(f"python -m kvjax.experiments.harness --model kvjax --include_path {own.output} --tasks longbench")
+def main(data: pathlib.Path, output: pathlib.Path) -> None:
+    """Writes the tasks, and says how to run them.
+
+    Args:
+      data: a directory of LongBench's files.
+      output: a directory, where tasks go.
+    """
+    tasks = write_tasks(data, output)
+    print(f"{len(tasks)} tasks: {', '.join(tasks)}")
+    print(f"python -m kvjax.experiments.harness --model kvjax --include_path {output} --tasks longbench")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script(main)

@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import tyro
-
 from kvjax.configs.experiment import check_finite, check_whole
 from kvjax.experiments import stopping
 from kvjax.experiments.bench.peers.checkpoints import MODELS, Model, as_toy, checkpoint
@@ -32,10 +30,10 @@ from kvjax.experiments.bench.peers.environment import ROOT, check_interpreter, m
 from kvjax.experiments.bench.peers.measure import measure, outcome, together
 from kvjax.experiments.bench.peers.report import draw, markdown, number, spread
 from kvjax.experiments.bench.peers.report import short as short_table
-from kvjax.experiments.bench.peers.rows import Row, choose, make_rows, turns
+from kvjax.experiments.bench.peers.rows import Row, bound, choose, make_rows, turns
 from kvjax.experiments.bench.peers.workers import SIDES, JobError, Sides
 from kvjax.experiments.bench.process import stored_rows
-from kvjax.experiments.core.command import plain_errors, write_figure, write_json
+from kvjax.experiments.core.command import script, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.provenance import environment as surroundings
 from kvjax.models.written import write_bytes
@@ -82,8 +80,8 @@ def _show(text: str) -> None:
 
 
 def _line(entry: dict[str, Any]) -> str:
-    bound = "at least" if entry["kind"] == "speed" else "at most"
-    aim = "" if entry["goal"] is None else f"; {bound} {number(entry['goal'])}: {'met' if entry['met'] else 'missed'}"
+    side, met = bound(entry["kind"]), "met" if entry["met"] else "missed"
+    aim = "" if entry["goal"] is None else f"; {side} {number(entry['goal'])}: {met}"
     return f"{entry['model']}/{entry['name']:24s} {spread(entry['ratio'])}{aim}"
 
 
@@ -130,7 +128,7 @@ def bench(
     rows = choose(every, only)
     if list:
         for row in every:
-            aim = f" ({row.bound} {number(row.goal)})" if row.goal is not None else ""
+            aim = f" ({bound(row.ratio)} {number(row.goal)})" if row.goal is not None else ""
             print(f"{row.key:32s} {row.text}{aim}")
         return
     if short:
@@ -179,5 +177,4 @@ def bench(
 
 
 if __name__ == "__main__":
-    with plain_errors():
-        tyro.cli(bench)
+    script(bench)

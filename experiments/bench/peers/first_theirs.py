@@ -1,12 +1,11 @@
 """As `first_ours` with transformers or kvpress, in the environment without kvjax."""
 
-import time
 from typing import Any
 
 import torch
 import transformers
 
-from ..process import held
+from ..process import held, loading
 from .theirs import make_press
 
 
@@ -21,14 +20,8 @@ def load(checkpoint: str, dtype: str, warm: bool = False) -> dict[str, float]:
     if warm:
         config: Any = transformers.AutoConfig.from_pretrained(checkpoint)
         getattr(transformers, config.architectures[0])  # its file is imported
-    before, start, spent = held("VmRSS"), time.perf_counter(), time.process_time()
-    params = list(pretrained(checkpoint, dtype).parameters())
-    ready = time.perf_counter() - start
-    for x in params:
-        x.detach().view(dtype=getattr(torch, f"int{8 * x.element_size()}")).max()
-    read, spent = time.perf_counter() - start, time.process_time() - spent
-    took = {"ready": ready, "read": read, "processor": spent}
-    return took | {"before": before, "peak": held("VmHWM"), "size": sum(x.numel() * x.element_size() for x in params)}
+    read = lambda x: x.detach().view(dtype=getattr(torch, f"int{8 * x.element_size()}")).max()
+    return loading(lambda: [*pretrained(checkpoint, dtype).parameters()], read, lambda x: x.numel() * x.element_size())
 
 
 def answer(checkpoint: str, dtype: str, length: int, new: int, what: str, budget: float, _: str) -> dict[str, int]:

@@ -26,7 +26,7 @@ class Job:
       side: whose worker.
       kind: "prefill" reads a prompt; "decode" decodes `steps` tokens after one; "first" is a whole process that does
         both; "load" is one that loads.
-      what: of kvjax the policy's name, of the peers the press's; "full" is neither.
+      what: of kvjax the policy's name, "full" for none; of the peers the press's, "transformers" for none.
       how: of kvjax "evict"; "measure" for a prefill that measures what the policy asks for and keeps everything;
         "steps" for decoding by a call of `decode_step` a token; of the peers how attention is computed ("sdpa",
         "eager"); of a first run "cold", or "kept" with programs from an earlier process.
@@ -46,13 +46,12 @@ class Job:
     @property
     def of(self) -> str:
         """The library."""
-        return "kvjax" if self.side == "kvjax" else "transformers" if self.what == "full" else "kvpress"
+        return "kvjax" if self.side == "kvjax" else "transformers" if self.what == "transformers" else "kvpress"
 
     @property
     def label(self) -> str:
         """What tables call it."""
-        what = "full cache" if self.what == "full" and self.side == "kvjax" else self.what
-        what = "transformers" if self.of == "transformers" else what
+        what = "full cache" if self.what == "full" else self.what
         return what + (f" ({self.how})" if self.how in ("measure", "steps", "eager") else "")
 
 
@@ -97,11 +96,6 @@ class Row:
         return self.model, self.ours.kind in ("first", "load"), self.ours.what, self.ours.length, self.ours.budget
 
     @property
-    def bound(self) -> str:
-        """On which side of its goal a ratio should be."""
-        return "at least" if self.ratio == "speed" else "at most"
-
-    @property
     def jobs(self) -> tuple[Job, ...]:
         """All that must be measured for it."""
         return (self.ours, self.beside, *self.less)
@@ -122,6 +116,11 @@ _PRESS = {
     "random": "RandomPress",
 }
 _STEPWISE = ("tova", "h2o", "keyformer", "roco", "random")  # those that evict at every step
+
+
+def bound(ratio: str) -> str:
+    """On which side of its goal a ratio of a kind should be."""
+    return "at least" if ratio == "speed" else "at most"
 
 
 def make_rows(model: Model) -> list[Row]:
@@ -163,11 +162,19 @@ def short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
+def _job(m: Model, name: str, kind: Kind = "decode", budget: float | None = None, n: int = 0, how: str = "") -> Job:
+    """A job of a method or press, which have a budget, or of neither; the second prompt if no other length is given."""
+    side: Side = "kvjax" if name.islower() and name != "transformers" else "peer"
+    # ObservedAttentionPress needs eager attention to read a prompt.
+    how = how or ("evict" if side == "kvjax" else "eager" if name == "ObservedAttentionPress" else "sdpa")
+    budget = budget or (1.0 if name in ("full", "transformers") else m.budget)
+    return Job(side, kind, name, how, n or m.lengths[1], steps=m.steps, budget=budget)
+
+
 def _full(m: Model) -> Iterator[Row]:
     row = functools.partial(Row, m.name)
     for i, n in enumerate(m.lengths):
-        ours = Job("kvjax", "prefill", "full", "evict", n, steps=m.steps)
-        theirs = Job("peer", "prefill", "full", "sdpa", n, steps=m.steps)
+        ours, theirs = (_job(m, name, "prefill", n=n) for name in ("full", "transformers"))
         yield row(f"prefill/{short(n)}", f"prefill, {n:,} tokens", ours, theirs, late=i > 1)
         for batch in (1, m.batch) if i < 2 else ():
             loop, other = (dataclasses.replace(job, kind="decode", batch=batch) for job in (ours, theirs))
@@ -176,15 +183,6 @@ def _full(m: Model) -> Iterator[Row]:
             if batch == 1 and i == 0:
                 by_steps = dataclasses.replace(loop, how="steps")
                 yield row(f"steps/{short(n)}", f"{text}, by `decode_step`", by_steps, other)
-
-
-def _job(m: Model, name: str, kind: Kind = "decode", budget: float | None = None, n: int = 0) -> Job:
-    """A job of a method or press; the second prompt if no other length is given."""
-    # ObservedAttentionPress needs eager attention to read a prompt.
-    how = "evict" if name.islower() else "eager" if name == "ObservedAttentionPress" else "sdpa"
-    budget = m.budget if budget is None else budget
-    side: Side = "kvjax" if how == "evict" else "peer"
-    return Job(side, kind, name, how, n or m.lengths[1], steps=m.steps, budget=budget)
 
 
 def _budgeted(m: Model) -> Iterator[Row]:
@@ -203,36 +201,32 @@ def _inside(m: Model) -> Iterator[Row]:
         return
     row, job = functools.partial(Row, m.name), functools.partial(_job, m)
     for name in ("h2o", "nacl", "keyformer"):
-        measured, plain = (
-            dataclasses.replace(job(what, "prefill", n=m.lengths[2]), how="measure") for what in (name, "full")
-        )
+        measured, plain = (job(what, "prefill", n=m.lengths[2], how="measure") for what in (name, "full"))
         text = f"prefill, {m.lengths[2]:,} tokens, with the statistics of {name}, of that without"
-        yield row(f"statistics/{name}", text, measured, dataclasses.replace(plain, budget=1.0), "cost")
+        yield row(f"statistics/{name}", text, measured, plain, "cost")
     live = int(m.lengths[1] * m.budget)
     append = job("snapkv", budget=live - m.steps // 2)  # on average as many live tokens while it grows
     for name in _STEPWISE:
         text = f"evicting at every step at {live:,} live tokens, of the speed of appending alone: {name}"
         yield row(f"step/{name}", text, job(name, budget=live), append)
     for n in m.lengths[1:3]:
-        ours, press = (job(name, "prefill", n=n) for name in ("h2o", "ObservedAttentionPress"))
-        less = tuple(dataclasses.replace(x, what="full", how=how) for x, how in ((ours, "evict"), (press, "sdpa")))
+        adds, without = ("h2o", "ObservedAttentionPress"), ("full", "transformers")
+        ours, press, *less = (job(name, "prefill", n=n) for name in (*adds, *without))
         text = f"what H2O adds to the peak of a prefill of {n:,} tokens, of what ObservedAttentionPress adds"
-        yield row(f"memory/{short(n)}", text, ours, press, "cost", "beyond", less, late=True)
+        yield row(f"memory/{short(n)}", text, ours, press, "cost", "beyond", tuple(less), late=True)
     text = f"decoding after {m.lengths[1]:,} tokens with half of the key channels"
     yield row("counterpart/think", text, job("think", budget=0.5), job("ThinKPress", budget=0.5), late=True)
 
 
 def _whole(m: Model) -> Iterator[Row]:
     row, (what, n, new) = functools.partial(Row, m.name), m.first
-    budget = 1.0 if what == "full" else m.budget
-    cold, kept = (Job("kvjax", "first", what, how, n, steps=new, budget=budget) for how in ("cold", "kept"))
-    full = Job("peer", "first", "full", "sdpa", n, steps=new)
+    job = lambda name, how="": dataclasses.replace(_job(m, name, "first", n=n, how=how), steps=new)
+    cold, kept, full = job(what, "cold"), job(what, "kept"), job("transformers")
     text = f"first answer, {n:,} tokens read and {new} generated, "
     yield row("first/cold", text + "nothing compiled before", cold, full)
     yield row("first/kept", text + "programs kept from an earlier process", kept, full)
     if what != "full":
-        press = dataclasses.replace(full, what="SnapKVPress", budget=budget)
-        yield row("first/kvpress", text + "nothing compiled before", cold, press)
+        yield row("first/kvpress", text + "nothing compiled before", cold, job("SnapKVPress"))
     yield row("peak", "peak memory of that process, of transformers'", cold, full, "cost", "peak")
     ours, theirs = (dataclasses.replace(job, kind="load", length=0, steps=0) for job in (cold, full))
     yield row("load", "loading, until each number has been read once", ours, theirs)

@@ -23,11 +23,11 @@ from .protocol import serve
 
 
 def make_press(name: str, budget: float) -> Any:
-    """A press of kvpress with its own defaults that keeps a share, or a context that does nothing for "full".
+    """A press of kvpress with its own defaults that keeps a share, or a context that does nothing for none.
 
     Of ThinK, a share of the key channels is dropped.
     """
-    if name == "full":
+    if name == "transformers":
         return lambda model: contextlib.nullcontext()
     kvpress = importlib.import_module("kvpress")
     ratio = 1 - budget
@@ -64,7 +64,7 @@ class Jobs:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(4, self._model.config.vocab_size, (1, job["length"]), generator=generator)
         # Layers with a window keep no more than it, but presses want them whole, as in kvpress's pipeline.
-        cache: Any = DynamicCache(config=self._model.config) if job["what"] == "full" else DynamicCache()
+        cache: Any = DynamicCache(config=self._model.config) if job["what"] == "transformers" else DynamicCache()
         self._begin(job["how"], [None] * len(self._model.model.layers))
         with make_press(job["what"], job["budget"])(self._model):
             out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
