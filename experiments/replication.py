@@ -1,4 +1,4 @@
-"""The claims of the five papers, one by one, on models that run here: holds, reversed or undecided.
+"""The claims of the five papers, one by one, on models that run here: holds, not so here, undecided or untestable.
 
     python experiments/replication.py
     python experiments/replication.py --models embedded --parts several_values perplexity
@@ -21,7 +21,7 @@ import pathlib
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -47,7 +47,8 @@ PAPERS: Final = {
 MARGIN: Final = 0.02
 """Less than which a loss is none, of scores in [0, 1] or as a share of the perplexity."""
 Kind = Literal["better", "keeps", "not_worse", "small", "early"]
-WORDS: Final = {"better": "holds", "worse": "reversed", "undecided": "undecided"}
+UNTESTABLE: Final = "untestable here"
+WORDS: Final = {"better": "holds", "worse": "not so here", "undecided": "undecided"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +170,19 @@ class Scores:
     likelihoods: bool
     contexts: Sequence[Any]
 
-    def decided(self, claim: Claim) -> tuple[stats.Comparison, float, str]:
-        """How a claim comes out, by what its difference is to be multiplied, and both means, not of gains."""
+    def testable(self, claim: Claim) -> bool:
+        """Whether an answer could have decided a claim: not where policies answer all alike, or are all at a limit.
+
+        Scores are at a limit where all are within `MARGIN` of nothing, or of the full cache's.
+        """
+        of = lambda name, budget: self.values[name, label(budget)]
+        each = [(of(a, x), of(b, x)) for a, b in claim.pairs for x in claim.budgets if claim.kind != "keeps"]
+        means, full = [v.mean() for pair in each for v in pair], self.values["full", "1.0"].mean()
+        at_limit = not self.likelihoods and (max(means, default=1) < MARGIN or min(means, default=0) > full - MARGIN)
+        return not each or (not at_limit and any((a != b).any() for a, b in each))
+
+    def decided(self, claim: Claim) -> tuple[stats.Comparison, float, str, bool]:
+        """How a claim comes out, what its difference is multiplied by, both means but of gains, and `testable`."""
         of = lambda name, budget: self.values[name, label(budget)]
         full = self.values["full", "1.0"]
         every = [(a, b, budget) for a, b in claim.pairs for budget in claim.budgets]
@@ -178,7 +190,7 @@ class Scores:
             gain = lambda budget: np.concatenate([of(a, budget) - of(b, budget) for a, b in claim.pairs])
             x, y = gain(min(claim.budgets)), gain(max(claim.budgets))
             scaled = (x, y, 1.0) if self.likelihoods else ((1 + x) / 2, (1 + y) / 2, 2.0)
-            return *self._compared(*scaled), ""
+            return *self._compared(*scaled), "", self.testable(claim)
         x = np.concatenate([of(a, budget) for a, _, budget in every])
         y = np.concatenate([full if claim.kind == "keeps" else of(b, budget) for _, b, budget in every])
         if claim.kind == "keeps":
@@ -186,7 +198,7 @@ class Scores:
         elif claim.kind == "not_worse":
             y = y + math.log1p(MARGIN) if self.likelihoods else np.maximum(y - MARGIN, 0)
         means = (math.exp(v.mean()) if self.likelihoods else 100 * v.mean() for v in (x, y))
-        return *self._compared(x, y), "{:.1f} to {:.1f}".format(*means)
+        return *self._compared(x, y), "{:.1f} to {:.1f}".format(*means), self.testable(claim)
 
     def _compared(self, x: np.ndarray, y: np.ndarray, scale: float = 1.0) -> tuple[stats.Comparison, float]:
         compare = stats.COMPARE["nll" if self.likelihoods else "score"]
@@ -223,32 +235,60 @@ def early(model: Any, params: Any, prompts: Sequence[Sequence[int]], policy: Any
 
 # --- the page ---
 
-Row = tuple[Claim, str, str, stats.Comparison, float, str]
-"""A claim, the model, the part, the comparison, the scale of its difference, and both means."""
 
+class Row(NamedTuple):
+    """A claim tried on a model by a part.
 
-def word(row: Row) -> str:
-    """Holds, reversed or undecided."""
-    return WORDS[row[3].verdict]
+    Attributes:
+      comparison: both sides.
+      scale: what differences are multiplied by.
+      means: of both sides.
+      testable: whether an answer could have decided it.
+    """
 
+    claim: Claim
+    model: str
+    part: str
+    comparison: stats.Comparison
+    scale: float
+    means: str
+    testable: bool = True
 
-def shown(row: Row) -> str:
-    """The difference with its interval: points of a score, or the ratio of perplexities."""
-    claim, _, part, c, scale, _ = row
-    ends = (scale * x for x in (c.difference, c.low, c.high))
-    return difference(part == "perplexity" and claim.kind != "early", *ends)
+    @property
+    def word(self) -> str:
+        """Holds, not so here, undecided, or untestable here."""
+        return WORDS[self.comparison.verdict] if self.testable else UNTESTABLE
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether differences are ratios of perplexities."""
+        return self.part == "perplexity" and self.claim.kind != "early"
+
+    @property
+    def difference(self) -> str:
+        """The difference with its interval: points of a score, or the ratio of perplexities."""
+        c = self.comparison
+        return difference(self.is_ratio, *(self.scale * x for x in (c.difference, c.low, c.high)))
+
+    @property
+    def least(self) -> str:
+        """The least difference that the test would have found."""
+        least = self.scale * self.comparison.least
+        found = f"\N{MULTIPLICATION SIGN}{math.exp(least):.3f}" if self.is_ratio else f"{100 * least:.1f}"
+        return found if least > 0 else ""
+
+    @property
+    def measured(self) -> str:
+        """By what it was tried."""
+        return _POSITIONS if self.claim.kind == "early" else PARTS[self.part].title
 
 
 _POSITIONS: Final = "where kept tokens stand"
 
 
-def _measured(row: Row) -> str:
-    return _POSITIONS if row[0].kind == "early" else PARTS[row[2]].title
-
-
 def page(rows: Sequence[Row], options: Replication) -> str:
     """`replication.md`."""
-    count = {w: sum(word(row) == w for row in rows) for w in WORDS.values()}
+    count = {w: sum(row.word == w for row in rows) for w in (*WORDS.values(), UNTESTABLE)}
     each = ", ".join(f"{n} {'hold' if w == 'holds' else w}" for w, n in count.items())
     text = options.text and f" (text {pathlib.PurePath(options.text).name} where it is not the project's)"
     blocks: list[str | Table] = [
@@ -259,31 +299,33 @@ def page(rows: Sequence[Row], options: Replication) -> str:
         "examples, adjusted for all claims of a model (Holm). For a claim to keep a share of the full cache's "
         f"score, the difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent "
         "less; for the gain at small budgets, between gains at the smallest and the largest; for the beginning, "
-        "between the share of what is kept there and a half. Where both means are near 0, or both near the full "
-        "cache's, a try could not have shown much.",
+        "between the share of what is kept there and a half. Least: the difference that such a test finds in 80 % of "
+        f"samples. Untestable: no answer differs, or all scores are within {100 * MARGIN:.0f} points of 0 or of the "
+        "full cache's.",
         "![The claims with intervals](claims.png)",
     ]
-    head = "claim", "where", "model", "measured by", "means", "difference", "word"
+    head = "claim", "where", "model", "measured by", "means", "difference", "least", "word"
     for paper, title in PAPERS.items():
-        of_paper = [row for row in rows if row[0].paper == paper]
-        cells = [(r[0].says, r[0].where, r[1], _measured(r), r[5], shown(r), word(r)) for r in of_paper]
+        of_paper = [(r.claim, r) for r in rows if r.claim.paper == paper]
+        cells = [(c.says, c.where, r.model, r.measured, r.means, r.difference, r.least, r.word) for c, r in of_paper]
         blocks += [f"## {title}", Table(head, cells)]
-    return markdown(f"Of {len(rows)} tries of {len({r[0] for r in rows})} claims {each}", *blocks)
+    return markdown(f"Of {len(rows)} tries of {len({r.claim for r in rows})} claims {each}", *blocks)
 
 
 def plot(rows: Sequence[Row]) -> Figure:
     """Every claim's difference with its interval, a panel a part, a mark a model; filled where the word is not open."""
-    every = [*dict.fromkeys(row[0] for row in rows)][::-1]
-    panels, names = sorted({_measured(row) for row in rows}), [*dict.fromkeys(row[1] for row in rows)]
+    every = [*dict.fromkeys(row.claim for row in rows)][::-1]
+    panels, names = sorted({row.measured for row in rows}), [*dict.fromkeys(row.model for row in rows)]
     aside = dict(zip(names, np.linspace(0.26, -0.26, len(names)) if len(names) > 1 else [0.0], strict=True))
     width = 4.4 + 6.0 / len(panels)  # names of claims, and of models, stand aside
     figure, (grid,) = canvas(len(panels), width=width, height=0.42 * len(every) + 1.5, sharey=True)
     for axes, panel in zip(grid, panels, strict=True):
         axes.axvline(0, color="0.4", linewidth=1)
-        for claim, model, _, c, scale, _ in (row for row in rows if _measured(row) == panel):
-            ends = [100 * scale * x for x in (c.difference, c.low, c.high)]
-            hollow = c.verdict == "undecided"
-            mark(axes, names.index(model), every.index(claim) + aside[model], ends, hollow, markersize=5)
+        for row in (row for row in rows if row.measured == panel):
+            c, place = row.comparison, every.index(row.claim) + aside[row.model]
+            ends = [100 * row.scale * x for x in (c.difference, c.low, c.high)]
+            hollow = row.word in ("undecided", UNTESTABLE)
+            mark(axes, names.index(row.model), place, ends, hollow, markersize=5)
         for i, model in enumerate(names):
             axes.plot([], [], label=model, **{**style(i), "linestyle": "none"})
         axes.set_title(panel, fontsize="medium")
@@ -293,7 +335,8 @@ def plot(rows: Sequence[Row]) -> Figure:
         axes.set_yticks(range(len(every)), labels, fontsize="x-small")
         axes.set_ylim(-0.7, len(every) - 0.3)
     grid[-1].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1))
-    return message(figure, "The papers' claims on models that run here", "right of 0: as claimed; hollow: undecided")
+    about = "right of 0: as claimed; hollow: undecided or untestable"
+    return message(figure, "The papers' claims on models that run here", about)
 
 
 def run(options: Replication, command: list[str]) -> None:
@@ -309,11 +352,11 @@ def run(options: Replication, command: list[str]) -> None:
             job.run(of_part, directory, command)
             scores, found = scores_of(PARTS[part], directory, called)
             tables.append(found.assign(model=name, part=part)[["model", "part", *_COLUMNS]])
-            own += [(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
+            own += [Row(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
         own += _early(options, name, [c for c in every if c.kind == "early"])
-        each = stats.adjusted([row[3] for row in own])
-        rows += [(*row[:3], c, *row[4:]) for row, c in zip(own, each, strict=True)]
-    rows.sort(key=lambda row: every.index(row[0]))
+        each = stats.adjusted([row.comparison for row in own])
+        rows += [row._replace(comparison=c) for row, c in zip(own, each, strict=True)]
+    rows.sort(key=lambda row: every.index(row.claim))
     write_page(options.output, "replication", page(rows, options), {"claims": plot(rows)}, tables)
 
 
@@ -337,7 +380,7 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
             write_json(file, known)
         shares = known[asked]
         means = f"{100 * np.mean(shares):.1f} to 50.0"
-        found.append((claim, name, part, stats.compare(shares, [0.5] * len(shares)), 1.0, means))
+        found.append(Row(claim, name, part, stats.compare(shares, [0.5] * len(shares)), 1.0, means))
     return found
 
 

@@ -1,7 +1,9 @@
 """The papers' claims: their policies, and the page that is written; `test_pages.py` decides them anew."""
 
+import dataclasses
 import gzip
 
+import numpy as np
 import pytest
 
 from kvjax import methods
@@ -58,3 +60,26 @@ def test_a_replication_is_written_and_goes_on(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     replication.main([*command, "--output", str(tmp_path)])
     assert capsys.readouterr().out.count("is complete") == 2
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "testable"),
+    [
+        ([0, 0, 0, 0.01], [0, 0, 0, 0], False),
+        ([1, 1, 1, 1], [1, 1, 1, 0.99], False),
+        ([0, 1, 0, 1], [0, 1, 0, 1], False),
+        ([0, 1, 0, 1], [1, 0, 0, 1], True),
+        ([0, 0, 0, 0], [0, 1, 0, 0], True),
+    ],
+)
+def test_a_claim_that_no_answer_could_decide_is_untestable(a, b, testable):
+    """All at a limit, or all alike; a claim on a share of the full cache's score can be decided anywhere."""
+    values = {("a", "0.5"): np.array(a), ("b", "0.5"): np.array(b), ("full", "1.0"): np.ones(4)}
+    scores = replication.Scores(values, False, range(4))
+    claim = replication.Claim("roco", "", "", ("a",), (0.5,), ("b",))
+    assert scores.testable(claim) is testable
+    row = replication.Row(claim, "embedded", "in_prompt", *scores.decided(claim))
+    assert (row.word == "untestable here") is not testable
+    assert scores.testable(dataclasses.replace(claim, kind="keeps"))
+    log = dataclasses.replace(scores, likelihoods=True)
+    assert log.testable(claim) is (a != b)

@@ -152,7 +152,7 @@ def test_a_method_without_budgets(made, tmp_path):
     with pytest.raises(SystemExit, match="error: recovery is empty"):
         run.main(["--config", "fastgen.py", "--recovery", "--output", str(tmp_path / "empty")])
     experiment, _, _ = run.parse(["--config", "snapkv.py", "--baselines", "fastgen"])
-    runs = setup.planned(experiment, None, None).runs
+    runs = setup.described(experiment, None, None).runs
     assert [b for m, b, _ in runs if m == "fastgen"] == [
         "T=0.98",
         "T=0.95",

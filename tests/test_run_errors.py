@@ -206,7 +206,7 @@ def test_when_to_compress_is_a_matter_of_the_setup(capsys):
 
     def policies(*argv):
         experiment = run.parse(argv)[0]
-        return {m: p for m, _, p in setup.planned(experiment, models.read_config(EMBEDDED), None).runs}
+        return {m: p for m, _, p in setup.described(experiment, models.read_config(EMBEDDED), None).runs}
 
     h2o = policies("--config", "h2o.py", "--budget", "0.5", "--baselines")["h2o"]
     for compress, when in (("prefill", Schedule()), ("decode", Schedule(prefill=False, every=1))):

@@ -18,7 +18,7 @@ from kvjax.configs.experiment import Experiment, Setup
 from kvjax.experiments import stopping, tasks
 from kvjax.experiments.core.engine import Engine, Prompt, read_once, shapes, share_slots
 from kvjax.experiments.core.records import KEY, Key, Line, Records
-from kvjax.experiments.core.setup import Run, build, planned
+from kvjax.experiments.core.setup import Run, build, described
 
 TOGETHER = 32
 """Policies that read prompts together, at most: what they observe is held, and so are their programs."""
@@ -48,7 +48,7 @@ def run(
     """
     source = experiment.setup.source
     config, tokenizer = models.read_config(source), models.load_tokenizer(source)
-    setup, builders, runs, manifest = planned(experiment, config, tokenizer)
+    setup, builders, runs, manifest = described(experiment, config, tokenizer)
     with Records(directory, manifest | {"shard": shard}, command, restart=restart) as records:
         prompts, bad = build(setup, builders, tokenizer, config)
         records.set_bad(bad)

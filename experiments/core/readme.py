@@ -168,9 +168,9 @@ def _models_on_gpus() -> Iterator[Any]:
 
 
 def claims(*path: str, without: str = "nothing") -> list[str]:
-    """How many tries of papers' claims a page has, and how many hold, are reversed and undecided."""
+    """How many tries of papers' claims a page has, and how many have which word."""
     found = [cells[-1] for cells in rows(STORED.joinpath("replication", *path)) if without not in cells]
-    count = [found.count(word) for word in ("holds", "reversed", "undecided")]
+    count = [found.count(word) for word in ("holds", "not so here", "undecided", "untestable here")]
     return [str(n) for n in (sum(count), *count)]
 
 

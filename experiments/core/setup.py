@@ -34,7 +34,7 @@ _OF_OTHERS = "baselines", "baseline_budget", "compress", "metrics"  # what of a 
 _UNSEEN = ("slots",)  # what no line depends on, but for its times and peaks
 
 
-class Planned(NamedTuple):
+class Described(NamedTuple):
     """What a run asks, and of whom.
 
     Attributes:
@@ -50,7 +50,7 @@ class Planned(NamedTuple):
     manifest: dict[str, Any]
 
 
-def planned(experiment: Experiment, config: Any, tokenizer: Any) -> Planned:
+def described(experiment: Experiment, config: Any, tokenizer: Any) -> Described:
     """Finds the tasks, policies and baselines of an experiment.
 
     Args:
@@ -82,7 +82,7 @@ def planned(experiment: Experiment, config: Any, tokenizer: Any) -> Planned:
     shared = [{name: value for name, value in seen.items() if name not in _OF_OTHERS}, *same.values()]
     ids = {f"{p['method']}@{p['budget']}": digest([p["policy"], shared]) for p in policies}
     manifest = {"name": experiment.name, "policies": policies, "setup": seen, **same, "ids": ids}
-    return Planned(setup, builders, runs, manifest)
+    return Described(setup, builders, runs, manifest)
 
 
 # --- examples ---
