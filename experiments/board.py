@@ -90,6 +90,8 @@ class Board:
       policy: methods of one's own beside them, path.py:make each; make(budget) returns a policy, or
         one and its learned parameters.
       bytes: shares of the full cache's bytes.
+      equal: at what methods are equal, the first for ranks: "bytes" that their caches take; "live" tokens, as shares of
+        the prompt. With both, a table has the scores at either.
       parts: what is asked; if not given, all that can be asked of the model.
       metrics: more measures of answers that are compared with the full cache's, such as bleu and rouge_l.
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
@@ -98,7 +100,8 @@ class Board:
       text: a file of text in which facts are hidden and whose likelihood is asked for, in place of the project's.
       batch_size: prompts that run together.
       dtype: of parameters, activations and the KV cache.
-      seed: of examples and draws.
+      template: how an instruct model is asked: in a "chat" or in "raw" text; "auto" in a chat where it has a template.
+      seed: of examples and draws; with several, each task has its examples anew for each of them.
       output: where runs and results go; results/board/MODEL if not given.
     """
 
@@ -106,6 +109,7 @@ class Board:
     methods: tuple[str, ...] = ()
     policy: tuple[str, ...] = ()
     bytes: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625)
+    equal: tuple[Literal["bytes", "live"], ...] = ("bytes",)
     parts: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     protect: tuple[int, int] | None = None
@@ -114,7 +118,8 @@ class Board:
     text: str | None = None
     batch_size: int = 16
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    seed: int = 0
+    template: Literal["auto", "chat", "raw"] = "auto"
+    seed: int | tuple[int, ...] = 0
     output: pathlib.Path | None = None
 
     def __post_init__(self):
@@ -139,6 +144,7 @@ class Board:
             config_of(own)
         if self.text is not None:
             read_text(self.text)
+        check_distinct("equal", self.equal)
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):
             raise ValueError(f"bytes {self.bytes} must be shares of the full cache between 0 and 1")
 
@@ -161,8 +167,8 @@ class Board:
     def setup(self, part: Part) -> Setup:
         """Of the run of one part."""
         asked: dict[str, Any] = {"tasks": self.tasks(part), "answer": part.answer, "protocol": part.protocol}
-        asked |= {name: getattr(self, name) for name in ("model", "text", "examples", "length", "seed", "dtype")}
-        return Setup(**asked, batch_size=self.batch_size, baselines=(), slots="shared")
+        asked |= {name: getattr(self, name) for name in ("model", "text", "examples", "length", "template", "seed")}
+        return Setup(**asked, dtype=self.dtype, batch_size=self.batch_size, baselines=(), slots="shared")
 
 
 # --- which policies ---
@@ -208,9 +214,10 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
             made = get_config(setup=setup)
             policies = tuple((label, guard(policy)) for label, policy in made.policies)
             if "budget" in inspect.signature(get_config).parameters:
-                make = lambda budget, get=get_config: guard(get(budget=(budget,), setup=setup).policies[0][1])
-                each = [(share, budget_for(make, config, share, largest)) for share in board.bytes]
-                policies = tuple((f"bytes-{share:g}", make(budget)) for share, budget in each if budget is not None)
+                make: Any = lambda budget, get=get_config: guard(get(budget=(budget,), setup=setup).policies[0][1])
+                found = {"bytes": lambda share, make=make: budget_for(make, config, share, largest), "live": float}
+                each = [(f"{kind}-{share:g}", found[kind](share)) for kind in board.equal for share in board.bytes]
+                policies = tuple((name, make(budget)) for name, budget in each if budget is not None)
         except ValueError as e:  # what has to be found of the model before, or no token that could be protected
             if board.methods or own:
                 raise
@@ -240,6 +247,7 @@ class Found:
       scores: of every policy the examples', in an order that all share; for perplexities the log-likelihoods.
       contexts: the context of each example; None where no two share theirs.
       tasks: the task of each example.
+      prompts: what they were asked in.
     """
 
     part: Part
@@ -247,6 +255,12 @@ class Found:
     scores: Mapping[tuple[str, str], list[float]]
     contexts: list[Any] | None
     tasks: list[str]
+    prompts: str = ""
+
+    @property
+    def kinds(self) -> list[str]:
+        """At what methods are equal, the first for ranks."""
+        return [*dict.fromkeys(n["budget"].partition("-")[0] for n in self.numbers if _asked(n))] or ["bytes"]
 
     @property
     def full(self) -> Number:
@@ -260,14 +274,14 @@ class Found:
 
     def at(self, share: float) -> list[Number]:
         """Policies at a share of bytes, the best first; methods without a budget stand where they fit."""
-        asked = [n for n in self.numbers if n["budget"] == f"bytes-{share:g}"]
+        asked = [n for n in self.numbers if n["budget"] == f"{self.kinds[0]}-{share:g}"]
         fits = lambda n: not _asked(n) and n["method"] != "full" and n["kv_of_full"] <= share
         return sorted([*asked, *filter(fits, self.numbers)], key=lambda n: -_quality(n))
 
 
 def _asked(number: Number) -> bool:
-    """Whether its budget was chosen by bytes."""
-    return number["budget"].startswith("bytes-")
+    """Whether its budget was chosen by bytes, or by live tokens."""
+    return number["budget"].startswith(("bytes-", "live-"))
 
 
 def _quality(n: Number) -> float:
@@ -280,12 +294,13 @@ def _name(number: Number) -> str:
     return number["method"] if plain else f"{number['method']} {number['budget']}"
 
 
-def judged(part: Part, directories: Sequence[pathlib.Path]) -> Any:
-    """The lines of finished runs, as `core.table.lines` makes them, with a part's scores."""
-    from kvjax.experiments.core import sources, table  # import pandas, which takes longer than --help should
+def judged(part: Part, directories: Sequence[pathlib.Path]) -> tuple[Any, str]:
+    """The lines of finished runs, as `core.table.lines` makes them, with a part's scores; and what prompts were."""
+    from kvjax.experiments.core import sources, table, views  # import pandas, which takes longer than --help should
 
-    lines = sources.read(directories).lines
-    return table.beside_full(lines) if part.beside_full else lines
+    found = sources.read(directories)
+    lines = table.beside_full(found.lines) if part.beside_full else found.lines
+    return lines, views.prompts(table.examples(lines), {run.name: run for run in found.runs})
 
 
 def measured(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = ()) -> tuple[Found, Any]:
@@ -298,7 +313,7 @@ def measured(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str
     """
     from kvjax.experiments.core import table
 
-    lines = judged(part, directories)
+    lines, prompts = judged(part, directories)
     rows = table.examples(lines).sort_values(["task", "index"])
     every = table.numbers(lines, more if part.beside_full else ())
     written = lines.groupby(["method", "budget"])["tokens"].mean().rename("written")
@@ -308,7 +323,7 @@ def measured(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str
     scores = {(str(method), str(budget)): own["value"].tolist() for (method, budget), own in each}
     first = next(own for _, own in each)
     columns = ["method", "budget", "task", "index", "context", "value", "kv_bytes", "kv_bytes_needed", "live"]
-    return Found(part, numbers, scores, table.clusters(first), first["task"].tolist()), rows[columns]
+    return Found(part, numbers, scores, table.clusters(first), first["task"].tolist(), prompts), rows[columns]
 
 
 @functools.cache
@@ -333,20 +348,31 @@ def table(found: Found, share: float) -> str | Table:
     here = found.at(share)
     if not here:
         return f"No method runs at {share:.4g} of the bytes."
+    others = {
+        (kind, n["method"]): scored(n, ".1f")
+        for kind in found.kinds[1:]
+        for n in found.numbers
+        if n["budget"] == f"{kind}-{share:g}"
+    }
     rows = []
     for n, (won, lost), c in zip(here, *wins(found, share), strict=True):
         verdict = "the best" if c is None else f"p = {c.p:.2g}, {c.verdict}"
-        rows.append((*_cells(n), str(won), str(lost), verdict))
-    return Table((*_CELLS, "better than", "worse than", f"beside {_name(here[0])}"), rows)
+        also = [others.get((kind, n["method"]), "") for kind in found.kinds[1:]]
+        rows.append((*_cells(n), *also, str(won), str(lost), verdict))
+    also = [f"at equal {'live tokens' if kind == 'live' else kind}" for kind in found.kinds[1:]]
+    return Table((*_CELLS, *also, "better than", "worse than", f"beside {_name(here[0])}"), rows)
 
 
-_CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "live of prompt", "tokens written"
+_CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "fitted", "live of prompt", "tokens written"
 
 
 def _cells(n: Number) -> tuple[str, ...]:
-    needed = n["kv_of_full"] * n["kv_bytes_needed"] / n["kv_bytes"]
+    sizes = (
+        n["kv_of_full"] * n.get(f"kv_bytes{kind}", math.nan) / n["kv_bytes"] for kind in ("", "_needed", "_fitted")
+    )
+    each = ("" if math.isnan(size) else f"{size:.1%}" for size in sizes)
     written = f"{n['written']:.1f}" if n["kind"] == "score" else ""  # of likelihoods nothing is
-    return _name(n), scored(n, ".1f"), f"{n['kv_of_full']:.1%}", f"{needed:.1%}", f"{n['live']:.1%}", written
+    return _name(n), scored(n, ".1f"), *each, f"{n['live']:.1%}", written
 
 
 def alike(found: Found, shares: Sequence[float], more: Sequence[str]) -> Table:
@@ -477,7 +503,8 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
     blocks: list[str | Table] = [
         f"Model {board.model} in {board.dtype}, prompts of up to {board.length:,} tokens of {text}, {board.examples} "
         f"examples a task; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches with room "
-        "for the answers; needed ones leave out what slots are rounded up by. Intervals are of 95 %; p-values are of "
+        "for the answers, whatever larger budget's slots they ran in; needed ones leave out what slots are rounded up "
+        "by, fitted ones what stays empty once a prompt is read. Intervals are of 95 %; p-values are of "
         "paired tests on the same examples, adjusted for all pairs of methods of a table (Holm). Better than, worse "
         "than: how many others.",
         "![What is left of the full cache's score](heat.png)",
@@ -485,6 +512,7 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
     ]
     for found in parts.values():
         title = found.part.title.capitalize()
+        blocks += [f"{title}: {found.prompts}"] * bool(found.prompts)
         for share in shares:
             blocks += [f"## {title}, {100 * share:.4g} % of the bytes", table(found, share)]
         cells = [_cells(n) for n in beyond(found, shares)]

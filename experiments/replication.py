@@ -98,7 +98,8 @@ class Replication:
       examples: of each task.
       length: tokens of a prompt.
       batch_size: prompts that run together.
-      seed: of examples and draws.
+      template: how an instruct model is asked: in a "chat" or in "raw" text; "auto" in a chat where it has a template.
+      seed: of examples and draws; with several, each task has its examples anew for each of them.
       text: a file of text for models that do not come with the project, in place of the project's.
       output: where runs and results go.
     """
@@ -108,7 +109,8 @@ class Replication:
     examples: int = 32
     length: int = 1024
     batch_size: int = 16
-    seed: int = 0
+    template: Literal["auto", "chat", "raw"] = "auto"
+    seed: int | tuple[int, ...] = 0
     text: str | None = None
     output: pathlib.Path = pathlib.Path("results/replication")
 
@@ -123,9 +125,9 @@ class Replication:
 
     def board(self, model: str) -> Board:
         """The sizes of a model's runs."""
-        sizes = {"length": self.length, "batch_size": self.batch_size, "seed": self.seed}
+        same = ("parts", "examples", "length", "batch_size", "template", "seed")
         text = None if model in INCLUDED else self.text
-        return Board(model, parts=self.parts, examples=self.examples, text=text, **sizes)
+        return Board(model, text=text, **{name: getattr(self, name) for name in same})
 
 
 def policies(every: Sequence[Claim]) -> dict[str, dict[float, Policy]]:
@@ -205,19 +207,20 @@ class Scores:
         return compare(x.tolist(), y.tolist(), [*self.contexts] * (len(x) // len(self.contexts))), scale
 
 
-def scores_of(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any]:
-    """What a finished run has found, and its rows as pandas' DataFrame, both by the claims' names of policies."""
+def scores_of(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], str]) -> tuple[Scores, Any, str]:
+    """What a finished run has found, its rows as pandas' DataFrame, by the claims' names; and what prompts were."""
     import pandas as pd
 
     from kvjax.experiments.core import table  # imports pandas, which takes longer than --help should
 
-    rows = table.examples(judged(part, [directory])).sort_values(["task", "index"])
+    lines, prompts = judged(part, [directory])
+    rows = table.examples(lines).sort_values(["task", "index"])
     there = {(str(m), str(b)): own for (m, b), own in rows.groupby(["method", "budget"], sort=False)}
     first = there["full", "1.0"]
     each = {("full", "1.0"): first} | {(name, b): there[own, b].assign(method=name) for (name, b), own in of.items()}
-    contexts = [*zip(first["task"], first["context"], strict=True)]
+    contexts = first["context"].tolist()
     values = {key: own["value"].to_numpy() for key, own in each.items()}
-    return Scores(values, bool((first["kind"] == "nll").all()), contexts), pd.concat(each.values())
+    return Scores(values, bool((first["kind"] == "nll").all()), contexts), pd.concat(each.values()), prompts
 
 
 def early(model: Any, params: Any, prompts: Sequence[Sequence[int]], policy: Any, recent: int = 32) -> list[float]:
@@ -286,8 +289,8 @@ class Row(NamedTuple):
 _POSITIONS: Final = "where kept tokens stand"
 
 
-def page(rows: Sequence[Row], options: Replication) -> str:
-    """`replication.md`."""
+def page(rows: Sequence[Row], options: Replication, prompts: Mapping[str, str] | None = None) -> str:
+    """`replication.md`; `prompts` says what they were by model and part."""
     count = {w: sum(row.word == w for row in rows) for w in (*WORDS.values(), UNTESTABLE)}
     each = ", ".join(f"{n} {'hold' if w == 'holds' else w}" for w, n in count.items())
     text = options.text and f" (text {pathlib.PurePath(options.text).name} where it is not the project's)"
@@ -302,6 +305,7 @@ def page(rows: Sequence[Row], options: Replication) -> str:
         "between the share of what is kept there and a half. Least: the difference that such a test finds in 80 % of "
         f"samples. Untestable: no answer differs, or all scores are within {100 * MARGIN:.0f} points of 0 or of the "
         "full cache's.",
+        *(f"{name}: {said}" for name, said in (prompts or {}).items()),
         "![The claims with intervals](claims.png)",
     ]
     head = "claim", "where", "model", "measured by", "means", "difference", "least", "word"
@@ -342,7 +346,7 @@ def plot(rows: Sequence[Row]) -> Figure:
 def run(options: Replication, command: list[str]) -> None:
     """Runs what is missing, decides, and writes."""
     check_output(options.output / "claims.png")
-    every, rows, tables = claims(), list[Row](), []
+    every, rows, tables, prompts = claims(), list[Row](), [], dict[str, str]()
     for name in options.models:
         own: list[Row] = []
         for part in options.parts:
@@ -350,14 +354,14 @@ def run(options: Replication, command: list[str]) -> None:
             of_part, called = experiment(policies([c for c in every if c.kind != "early"]), setup)
             directory = options.output / "runs" / f"{pathlib.PurePath(name).name}-{part}"
             job.run(of_part, directory, command)
-            scores, found = scores_of(PARTS[part], directory, called)
+            scores, found, prompts[f"{name}, {PARTS[part].title}"] = scores_of(PARTS[part], directory, called)
             tables.append(found.assign(model=name, part=part)[["model", "part", *_COLUMNS]])
             own += [Row(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
         own += _early(options, name, [c for c in every if c.kind == "early"])
         each = stats.adjusted([row.comparison for row in own])
         rows += [row._replace(comparison=c) for row, c in zip(own, each, strict=True)]
     rows.sort(key=lambda row: every.index(row.claim))
-    write_page(options.output, "replication", page(rows, options), {"claims": plot(rows)}, tables)
+    write_page(options.output, "replication", page(rows, options, prompts), {"claims": plot(rows)}, tables)
 
 
 _COLUMNS = ["method", "budget", "task", "index", "context", "value"]
@@ -369,7 +373,8 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
     known = json.loads(file.read_bytes()) if file.exists() else {}
     setup, found = options.board(name).setup(PARTS[part]), []
     text = f"text {text_digest(setup.text)}" if setup.text else "the project's text"
-    prompts = f"{part}, {options.examples} examples of {options.length} tokens of {text}, seed {options.seed}"
+    prompts = f"{part}, {options.examples} examples of {options.length} tokens of {text}, {options.template}"
+    prompts += f", seed {options.seed}"
     for claim in every:
         asked = f"{claim.says} ({prompts})"
         if asked not in known:

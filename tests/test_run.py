@@ -47,6 +47,7 @@ def test_outputs(finished):
         assert s["live"] <= s["most_live"]
         assert s["slots"] * 2 * 4 * 32 == s["kv_bytes"]
         assert s["kv_bytes"] - 16 * 2 * 4 * 32 * 4 < s["kv_bytes_needed"] <= s["kv_bytes"]
+        assert s["live"] * 2 * 4 * 32 * 4 * 4 / 4 <= s["kv_bytes_fitted"] <= s["kv_bytes_needed"]
         assert s["prefill_seconds"] is s["prefill_peak_bytes"] is None  # of the reading that all policies share
         assert min(s["decode_peak_bytes"], s["decode_tokens_per_second"], s["tokens"]) > 0
         if s["method"] == "snapkv":

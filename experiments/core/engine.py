@@ -248,7 +248,8 @@ class Engine:
       stored: how prompts that others read, too, must be stored and read for it; None if it reads them by itself.
       cost: what one prompt, or one batch, takes of memory, as lines say it; empty before `compile`. `slots` and
         `kv_bytes` are for one sequence, over all layers and kv heads; `kv_bytes_needed` is without what sizes are
-        rounded up by. All three are what the policy's own budget needs. `prefill_peak_bytes` and `decode_peak_bytes`
+        rounded up by. All three are what the policy's own budget needs. A line's `kv_bytes_fitted` is without what
+        stays empty once its prompt is read, as after `State.fit`. `prefill_peak_bytes` and `decode_peak_bytes`
         are arguments (with parameters), results and temporaries of the compiled programs, for one batch on one device;
         None where the backend does not say, where prompts are read by several programs (once for all policies, or
         again for one), and where the program is that of a larger budget.
@@ -367,6 +368,7 @@ class Engine:
         peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode}
         own = {"kv_bytes": part(self.plan.capacities), "kv_bytes_needed": part(self._needed())}
         self.cost = {"slots": self.plan.num_slots, **own, **peaks}
+        self._slot_bytes = [n / m for n, m in zip(each, self.run_in.capacities, strict=True)]
 
     def _once(self, function: Any, *arguments: Any, **static: Any) -> Any:
         """A function of the model, compiled for arguments of these shapes once for all that share programs."""
@@ -429,6 +431,7 @@ class Engine:
             prefill_seconds, (logits, state) = None, self._evicted(full)
         checked_logits(logits, state)
         live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
+        fitted = np.minimum(state.num_needed, self._needed()) @ self._slot_bytes
         positions = None
         if (at := next((b for b, row in enumerate(prompts) if row.example is shown), None)) is not None:
             positions = [np.asarray(layer.head_pos[at]) for layer in state.layers]
@@ -447,7 +450,8 @@ class Engine:
         speed = num_tokens / decode_seconds if self.run_in == self.plan else None
         times = {"prefill_seconds": prefill_seconds, "decode_tokens_per_second": speed}
         for b, (row, lines) in enumerate(zip(prompts, found, strict=True)):
-            same = {"prompt_tokens": len(row.tokens), "live": float(live[b]), **self.cost, **times}
+            same = {"prompt_tokens": len(row.tokens), "live": float(live[b]), "kv_bytes_fitted": round(fitted[b])}
+            same |= {**self.cost, **times}
             found[b] = [{**line, **same} for line in lines]
         return found, positions
 

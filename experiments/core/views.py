@@ -24,11 +24,11 @@ MARK: Final = "kvjax experiments/report.py"
 """What a page says of who made it, and what shows that it may be replaced."""
 COSTS: Final = (
     "Slots and bytes are for one sequence; live tokens are means over layers and heads after the prompt. Bytes needed "
-    "leave out what slots are rounded up by. Prefill time is for one sequence of a batch, and known where policies "
-    "read them by themselves (--reads each); decode speed is for the whole batch. Both are medians over batches, with "
-    "intervals between order statistics that hold the median in 95 %; of fewer than 6 batches the smallest and the "
-    "largest stand there. Peaks are what compiled programs take for one batch: arguments (with parameters), results, "
-    "temporaries."
+    "leave out what slots are rounded up by, fitted ones what stays empty once the prompt is read. Prefill time is for "
+    "one sequence of a batch, and known where policies read them by themselves (--reads each); decode speed is for the "
+    "whole batch. Both are medians over batches, with intervals between order statistics that hold the median in 95 %; "
+    "of fewer than 6 batches the smallest and the largest stand there. Peaks are what compiled programs take for one "
+    "batch: arguments (with parameters), results, temporaries."
 )
 
 Number = dict[str, Any]
@@ -115,11 +115,11 @@ def views(numbers: pd.DataFrame, found: Found) -> list[View]:
         lines = [(m, b, of) for (m, b), of in sorted(of_policy.items(), key=lambda item: _rank(item[1]))]
         rows = table.examples(found.lines[found.lines["setting"] == setting])
         name, runs = _name(json.loads(str(setting)), settings), {run.name: run for run in found.runs}
-        made.append(View(name, tasks, lines, rows, _prompts(rows, runs)))
+        made.append(View(name, tasks, lines, rows, prompts(rows, runs)))
     return made
 
 
-def _prompts(rows: pd.DataFrame, runs: Mapping[str, Run]) -> str:
+def prompts(rows: pd.DataFrame, runs: Mapping[str, Run]) -> str:
     """Tokens of prompts as they came out, how they were asked and of which text, and how many share theirs."""
     full = rows[rows["method"].map(is_full)].dropna(subset=["prompt_tokens"])
     if full.empty:
@@ -194,6 +194,7 @@ def costs(view: View) -> Table:
         "live tokens a head": lambda c: measure(c, "live_tokens"),
         "slots": lambda c: measure(c, "slots", ",.0f"),
         "KV KiB needed": lambda c: measure(c, "kv_bytes_needed", **kib),
+        "KV KiB fitted": lambda c: measure(c, "kv_bytes_fitted", **kib),
         "KV KiB": lambda c: measure(c, "kv_bytes", **kib),
         "KV of full": lambda c: share(c, "kv_of_full"),
         "prefill ms": lambda c: timed(c, "prefill_seconds", ",.1f", 1000),
@@ -201,7 +202,10 @@ def costs(view: View) -> Table:
         "prefill peak MiB": lambda c: measure(c, "prefill_peak_bytes", **mib),
         "decode peak MiB": lambda c: measure(c, "decode_peak_bytes", **mib),
     }
-    return _table([c for c in view.numbers if c.get("slots") is not None and c["task"] != AVERAGE], columns)
+    numbers = [c for c in view.numbers if c.get("slots") is not None and c["task"] != AVERAGE]
+    if all(c.get("kv_bytes_fitted") is None for c in numbers):  # of runs that did not measure it
+        del columns["KV KiB fitted"]
+    return _table(numbers, columns)
 
 
 def _table(numbers: Sequence[Number], columns: Columns) -> Table:

@@ -124,17 +124,24 @@ class State:
             raise ValueError("the sizes of a traced state are fixed; fit it outside of jit")
         if not self.ready:
             raise ValueError("the state holds no prompt that was read to its end; fit what kvjax.prefill returns")
-        left = self.max_new_tokens - (self.length - self.prompt_length)
-        need = []
-        for kv, policy in zip(self.layers, self.plan.layers, strict=True):
-            live = np.asarray(kv.view().num_live + left[:, None])
-            need.append((live.sum(-1) if policy.layout.pool else live).max())
-        plan, layers = fitted(self.plan, need), list(self.layers)
+        plan, layers = fitted(self.plan, self.num_needed.max(0)), list(self.layers)
         for i, (policy, n) in enumerate(zip(plan.layers, plan.capacities, strict=True)):
             if n < self.plan.capacities[i]:
                 ctx = self.context(i, "prefill")
                 layers[i], _ = decide.compacted(layers[i], ctx, policy=policy, capacity=n, ends=True)
         return decide.own_arrays(dataclasses.replace(self, layers=tuple(layers), plan=plan))
+
+    @property
+    def num_needed(self) -> Int[np.ndarray, "B L"]:
+        """Slots of a head, or of all heads in a pool, that each layer needs for its tokens and for those to come.
+
+        They are no more than planned. Outside of `jit`.
+        """
+        left, found = self.max_new_tokens - (self.length - self.prompt_length), []
+        for kv, policy, most in zip(self.layers, self.plan.layers, self.plan.capacities, strict=True):
+            live = np.asarray(kv.view().num_live + left[:, None])
+            found.append(np.minimum(live.sum(-1) if policy.layout.pool else live.max(-1), most))
+        return np.stack(found, axis=1)
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:
