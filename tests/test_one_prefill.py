@@ -87,3 +87,12 @@ def test_what_cannot_run_is_refused_before_anything_does(tiny, policies, message
 def test_a_prompt_that_is_read_again_must_be_known(tiny, call):
     with pytest.raises(ValueError, match="needs known prompts; read them outside of jit"):
         jax.jit(lambda tokens: call(*tiny, tokens))(TOKENS)
+
+
+def test_one_row_and_all_rows_are_two_observations(tiny):
+    """The newest row (1) and a share of all (1.0) are equal numbers, and were one observation."""
+    policies = {"newest": methods.tova(8), "all": methods.nacl(8, recent=0, proxies=1.0)}
+    for name, _, state in prefill_each(*tiny, TOKENS, policies, **HOW):
+        _, own = prefill(*tiny, TOKENS, policy=policies[name], **HOW)
+        for one, other in zip(state.layers, own.layers, strict=True):
+            np.testing.assert_array_equal(one.head_pos, other.head_pos, err_msg=name)
