@@ -23,7 +23,7 @@ import json
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import jax
@@ -57,6 +57,11 @@ SCORES: Final[dict[str, Any]] = {
         "random": methods.random,
     }.items()
 }  # fmt: skip
+AMONG: Final = {
+    "8 scores": (*SCORES,), "without random and key norm": tuple(x for x in SCORES if x not in ("random", "key norm")),
+    "of the 4 in use": ("accumulated", "mean", "votes", "expected"),
+}  # fmt: skip
+"""Scores among which variance is explained; what nobody would choose adds to it."""
 PROTECTIONS: Final = {"none": (0, 0), "first 4": (4, 0), "last 16": (0, 16), "both": (4, 16)}
 DIVISIONS: Final[dict[str, dict[str, Any]]] = {
     "even": {}, "heads compete": {"heads": kvjax.Adaptive(0.5)}, "pyramid": {"layers": Pyramid()},
@@ -166,9 +171,15 @@ def shares(means: Float[np.ndarray, "S P D"]) -> dict[str, float]:
     return found | {"interactions": 1 - sum(found.values())}
 
 
-def explained(kl: Divergences, draws: int = 1000) -> dict[str, Interval]:
-    """`shares` of mean log divergences, "P" in the order of `crossed`, with 95 % intervals of resampled prompts."""
-    logs = _logs(kl).reshape(len(SCORES), len(PROTECTIONS), len(DIVISIONS), -1)
+def explained(kl: Divergences, among: Collection[str], draws: int = 1000) -> dict[str, Interval]:
+    """`shares` of mean log divergences, "P" in the order of `crossed`, with 95 % intervals of resampled prompts.
+
+    Args:
+      kl: the divergences.
+      among: the scores that count.
+      draws: how often prompts are resampled.
+    """
+    logs = _logs(kl).reshape(len(SCORES), len(PROTECTIONS), len(DIVISIONS), -1)[[x in among for x in SCORES]]
     rng, n = np.random.default_rng(0), logs.shape[-1]
     each = [shares(logs[..., rng.integers(n, size=n)].mean(-1)) for _ in range(draws)]
     ends = lambda name: map(float, np.quantile([x[name] for x in each], (0.025, 0.975)))
@@ -181,11 +192,15 @@ def explained(kl: Divergences, draws: int = 1000) -> dict[str, Interval]:
 def what_decides(options: Findings, kl: Divergences) -> tuple[str, Figure]:
     """The page and the picture of the factorial."""
     cells, head = [*crossed()], [f"{100 * b:.4g} %" for b in options.budget]
-    found = [explained(kl[:, m]) for m in range(len(head))]
+    among = {f"variance explained, {name}, %": [explained(kl[:, m], of) for m in range(len(head))]
+             for name, of in AMONG.items()}  # fmt: skip
+    found = next(iter(among.values()))
     largest = {max(FACTORS, key=lambda f: of[f].mean) for of in found}
     title = f"What decides most is the {largest.pop()}" if len(largest) == 1 else "What decides depends on the budget"
-    rows = [(name, *(percent(*of[name]) for of in found)) for name in found[0]]
-    tables: list[str | Table] = [Table(("variance explained, %", *head), rows)]
+    tables: list[str | Table] = [
+        Table((what, *head), [(name, *(percent(*of[name]) for of in each)) for name in found[0]])
+        for what, each in among.items()
+    ]
     for axis, factor in enumerate(FACTORS):
         levels = {cell[axis]: [other[axis] == cell[axis] for other in cells] for cell in cells}
         rows = [(level, *_shown(_logs(kl[of]).mean(0), ".3f")) for level, of in levels.items()]
@@ -201,14 +216,14 @@ def to_hindsight(options: Findings, kl: Divergences) -> tuple[str, Figure]:
     names = [*(name for (name,) in published()), *(f"hindsight ({x})" for x in _ORACLES)]
     logs, first = _logs(kl), len(names) - len(_ORACLES)
     best, oracle = logs[:first].mean(-1).argmin(0), first + logs[first:].mean(-1).argmin(0)
-    at = range(len(options.budget))
-    ratios = logs[best, at] - logs[oracle, at]
+    ratios = of_best(logs[:first]) - of_best(logs[first:])
     ends = dict.fromkeys(f"{end(x.mean for x in _typical(ratios)):.1f}" for end in (min, max))
     title = f"The best method's divergence is {' to '.join(ends)} times hindsight's"
     head, order = [f"{100 * b:.4g} %" for b in options.budget], np.argsort(logs.mean((1, 2)))
     rows = zip(head, (names[i] for i in best), (names[i] for i in oracle), _shown(ratios, ".2f"), strict=True)
     tables = [
         Table(("at", "best method", "best in hindsight", "times its divergence"), [*rows]),
+        "Times its divergence: the best of each half of the prompts, measured on the other half.",
         "Divergence in nats:",
         Table(("policy", *head), [(names[p], *_shown(logs[p], ".3g", ".2g")) for p in order]),
     ]
@@ -217,6 +232,15 @@ def to_hindsight(options: Findings, kl: Divergences) -> tuple[str, Figure]:
     figure = _picture(options, title, shown, "divergence, nats (95 % interval)")
     figure.axes[0].set_yscale("log")
     return _page(options, title, f"{first} methods", *tables), figure
+
+
+def of_best(logs: Float[np.ndarray, "P M B"]) -> Float[np.ndarray, "M B"]:
+    """The best policy of every budget: of each second prompt that which is best on the others, and the other way."""
+    found, even = np.empty(logs.shape[1:]), np.arange(logs.shape[-1]) % 2 == 0
+    for here in (even, ~even):
+        best = logs[..., ~here].mean(-1).argmin(0)
+        found[:, here] = logs[best, np.arange(len(best))][:, here]
+    return found
 
 
 def _typical(logs: Float[np.ndarray, "M B"]) -> list[Interval]:

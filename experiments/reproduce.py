@@ -64,7 +64,7 @@ def reproduce(options: Options, command: Sequence[str]) -> None:
     _say("not the paper's", said := run.reduced)
     if not run.columns:
         raise ValueError(f"nothing of {entry.name} can run here; see what is missing above")
-    run.read()
+    run.prepare()
     drawn = _figures(entry, options)  # before anything runs, as it may refuse options
     _say("not the paper's", [reason for reason in run.reduced if reason not in said])
     _say("cannot be run", run.faults)

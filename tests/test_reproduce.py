@@ -196,7 +196,7 @@ def test_examples_stand_before_a_text_of_which_its_own_tokens_are_predicted(monk
     rows_ = [json.dumps({"question_stem": "the red key of Anna is 1234 ."}), json.dumps({"question_stem": "a b"})]
     (tmp_path / "openbookqa_text.jsonl").write_text("\n".join(rows_ * 3))
     options = Options("nacl/table1", model=one_layer(), data=str(tmp_path), methods=("nacl",))
-    (made := Run(ENTRIES["nacl/table1"], options, SMALL)).read()
+    (made := Run(ENTRIES["nacl/table1"], options, SMALL)).prepare()
     five, most = (made.prompts[f"openbookqa_text {n}-shot"] for n in (5, 25))
     ids = [made.tokenizer(json.loads(line)["question_stem"], add_special_tokens=False).input_ids for line in rows_]
     assert [list(p.example.questions[0].continuation) for p in five[:2]] == ids
@@ -204,7 +204,7 @@ def test_examples_stand_before_a_text_of_which_its_own_tokens_are_predicted(monk
     assert len(five[1].tokens) > len(ids[0]) * 3
     assert [x for x in made.reduced if "stand before" in x] == ["5 rows stand before each of openbookqa_text, not 25"]
     (tmp_path / "openbookqa_text.jsonl").write_text("\n".join(rows_ * 13))
-    (more := Run(ENTRIES["nacl/table1"], options, SMALL)).read()
+    (more := Run(ENTRIES["nacl/table1"], options, SMALL)).prepare()
     longer = [len(more.prompts[f"openbookqa_text {n}-shot"][0].tokens) for n in (5, 25)]
     twenty = 10 * (len(ids[0]) + len(ids[1]))
     assert twenty <= longer[1] - longer[0] <= twenty + 20
@@ -302,7 +302,7 @@ def test_a_missing_column_leaves_its_mean_out_and_sets_weigh_the_same(every_metr
 
 def rows_of(name, data):
     found, _ = rows.files((name,), str(data))
-    return rows.read(name, found[name], None, types.SimpleNamespace(seed=0), 0)
+    return rows.prompt_rows(name, found[name], None, types.SimpleNamespace(seed=0), 0)
 
 
 def test_rows_that_are_none_are_named_and_the_rest_is_read(tmp_path):

@@ -76,7 +76,7 @@ def files(names: tuple[str, ...], data: str | None) -> tuple[dict[str, pathlib.P
     return found, missing
 
 
-def read(
+def prompt_rows(
     name: str, path: pathlib.Path | None, count: int | None, task: Task, vocab_size: int
 ) -> tuple[list[PromptRow], list[str]]:
     """The first rows of a data set, and the rows that are none, by where they stand and what is wrong.

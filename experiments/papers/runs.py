@@ -263,7 +263,7 @@ class Run:
 
     # --- prompts and engines ---
 
-    def read(self) -> None:
+    def prepare(self) -> None:
         """Reads rows and plans every policy.
 
         Raises:
@@ -305,7 +305,7 @@ class Run:
     def _read(self, task: str, seed: int) -> None:
         """Keeps the rows that can be asked, with their prompts; before a text stand the next rows."""
         (name, shots), how = self.tasks[task], base.task_of(self.tokenizer, self.length, seed)
-        found, faults = rows.read(name, self.files.get(name), self.options.examples, how, self.config.vocab_size)
+        found, faults = rows.prompt_rows(name, self.files.get(name), self.options.examples, how, self.config.vocab_size)
         self.faults += faults
         for i, row in enumerate(found):
             before = "".join(f"{each.prompt}\n\n" for each in [*found[i + 1 :], *found[:i]][:shots])
