@@ -13,7 +13,7 @@ SIZES = len(SCORES), len(PROTECTIONS), len(DIVISIONS)
 
 
 def test_what_factors_do_together_is_the_rest():
-    """As least squares leave it; `test_pages.py` has what each explains alone."""
+    """As least squares leave it; `tests.tools.referee` has what each explains alone."""
     values, cells = np.random.default_rng(0).normal(size=SIZES), [*itertools.product(*map(range, SIZES))]
     design = np.array([[1.0, *(cell[axis] == k for axis in range(3) for k in range(SIZES[axis]))] for cell in cells])
     left = values.ravel() - design @ np.linalg.lstsq(design, values.ravel(), rcond=None)[0]

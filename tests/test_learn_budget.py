@@ -243,7 +243,7 @@ def test_learned_budgets_lose_less_on_held_out_prompts(tmp_path):
 
 
 def test_the_committed_lines_give_the_committed_summary():
-    """And it meets what the default run was made for."""
+    """Of Theorem 4; `tests.tools.referee` has the others. And it meets what the default run was made for."""
     directory = ROOT / "experiments" / "bench_results" / "learned_budget"
     columns = json.loads(lzma.decompress((directory / "samples.json.xz").read_bytes()))
     lines = [dict(zip(columns, line, strict=True)) for line in zip(*columns.values(), strict=True)]
@@ -251,12 +251,6 @@ def test_the_committed_lines_give_the_committed_summary():
     summary = json.loads((directory / "summary.json").read_text())
     rows = {(r["budget"], r["method"]): r for r in summary["rows"]}
     assert {(r["budget"], r["method"]) for r in found["rows"]} == set(rows)
-    for row in found["rows"]:
-        same = rows[row["budget"], row["method"]]
-        assert row.pop("layers") == pytest.approx(same.pop("layers"), rel=5e-5)
-        for name in ("lost", "lost_low", "lost_high", "regret"):
-            assert row.pop(name) == pytest.approx(same.pop(name), rel=1e-5)
-        assert row == pytest.approx(same)
     for row, same in zip(found["theorem_4"], summary["theorem_4"], strict=True):
         assert row == pytest.approx(same)
     assert list(dict.fromkeys(b for b, _ in rows)) == ["0.0625", "0.125", "0.1875", "0.25"]

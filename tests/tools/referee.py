@@ -1,0 +1,397 @@
+"""Recomputes what committed pages say from the committed records, by code that shares nothing with the project's.
+
+    python -m tests.tools.referee                     # a quarter of a minute
+    python -m tests.tools.referee --root DIRECTORY    # of a copy of the project
+
+Prints a line for each cell that differs from what the records give by more than its rounding, then how many numbers of
+how many pages were compared, and exits 1 if any differs. Records have six digits, and scores of boards and claims are
+taken as the fractions that these are of. Where a page draws, this draws the same: from sorted values, with the seed 0.
+
+It imports neither `kvjax` nor other tests. Left out are, of boards, tokens written and the measures of answers but
+`edit_similarity`, which no record has; of claims and the main job the ends of a difference's interval, but for which
+side of 0 they are on; of the main job what is said of outputs, costs and the table by budget; of learned budgets what
+is said of Theorem 4 and of heads, and their `summary.md`; and what was measured once: `peers`, `stream`, other files.
+"""
+
+import argparse
+import fractions
+import functools
+import itertools
+import json
+import math
+import pathlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy.stats
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[-+]?\d+)?")
+PARTS = {
+    "one value, asked in the prompt": "in_prompt", "one value, asked after compression": "after_compression",
+    "several values, asked in the prompt": "several_values", "the next 64 tokens": "perplexity",
+    "48 tokens as the full cache writes": "continuation", "a summary as the full cache writes": "summary",
+    "two instructions": "two_instructions",
+}  # fmt: skip
+HINDSIGHT = (
+    "snapkv ada_snapkv pyramidkv ada_pyramid defensivekv cake lava h2o tova mas roco nacl keyformer ahakv "
+    "expected_attention keydiff knorm compactor curdkv random window criticalkv"
+).split()  # the policies of its records, before the masks
+MASKS = ["hindsight (head)", "hindsight (layer)", "hindsight (model)"]
+Said = tuple[str, str, Any, str]
+"""Where something stands, what stands there, and what the records give: words, or numbers with their format."""
+
+
+def same(shown: str, made: Any, form: str) -> bool:
+    """Whether a cell says what was made, rounded: the fifth digit of records is not certain."""
+    if isinstance(made, str):
+        return shown == made
+    rounded = [{float(f"{x * near:{form}}") for near in (1 - 1e-5, 1, 1 + 1e-5)} for x in np.ravel(made)]
+    found = [float(x.replace(",", "")) for x in NUMBER.findall(shown)]
+    return len(found) == len(rounded) and all(x in near for x, near in zip(found, rounded, strict=True))
+
+
+# --- statistics ---
+
+
+def student(x: Any) -> np.ndarray:
+    """A mean and its interval."""
+    return np.mean(x) + np.array([0, -1, 1]) * scipy.stats.t.ppf(0.975, len(x) - 1) * scipy.stats.sem(x)
+
+
+def score(x: Any) -> np.ndarray:
+    """The mean of scores in [0, 1] and its interval: Wilson's of right and wrong, otherwise the BCa bootstrap's."""
+    x, mean = np.sort(x), np.mean(x)
+    wilson = lambda won: [*scipy.stats.binomtest(won, len(x)).proportion_ci(method="wilson")]
+    if np.isin(x, (0, 1)).all():
+        return np.array([mean, *wilson(int(x.sum()))])
+    if np.ptp(x) == 0:
+        return mean + wilson(0)[1] * np.array([0, -mean, 1 - mean])
+    drawn = scipy.stats.bootstrap((x,), np.mean, n_resamples=9_999, rng=np.random.default_rng(0))
+    return np.array([mean, *drawn.confidence_interval])
+
+
+def mcnemar(won: Any, lost: Any) -> Any:
+    """How often fair coins fall at least so unevenly."""
+    return np.minimum(2 * scipy.stats.binom.cdf(np.minimum(won, lost), won + lost, 0.5), 1)
+
+
+def flips(d: np.ndarray) -> float:
+    """In which share of all flips of signs the sum is at least as large, in size.
+
+    Up to 40 numbers by sums of either half; of more sums are nearly normal.
+    """
+    d, reached = d[d != 0], abs(d.sum()) - 1e-9 * np.abs(d).sum()
+    if len(d) > 40:
+        return 2 * scipy.stats.norm.sf(reached / np.sqrt((d**2).sum()))
+    both = lambda sums, x: np.concatenate([sums - x, sums + x])
+    one, other = (np.sort(functools.reduce(both, half, np.zeros(1))) for half in (d[::2], d[1::2]))
+    short = np.searchsorted(other, reached - one[::-1]).sum()
+    return min(2 * (1 - short / 2.0 ** len(d)), 1.0)
+
+
+def holm(p: Any) -> np.ndarray:
+    """p-values that allow for each other."""
+    p, order = np.array(p), np.argsort(p)
+    p[order] = np.maximum.accumulate(np.minimum(np.arange(len(p), 0, -1) * p[order], 1))
+    return p
+
+
+def word(p: float, difference: float, better: str = "better", worse: str = "worse") -> str:
+    """What a p-value allows to say."""
+    return "undecided" if p > 0.05 + 1e-12 else better if difference > 0 else worse
+
+
+def decided(both: Any) -> list[tuple[float, float, float]]:
+    """Of every two sides, "P N" of N contexts, the mean difference, and p-values before and after Holm's correction."""
+    found = []
+    for x, y in both:
+        d, plain = np.round((x - y).mean(0), 12), len(x) == 1 and np.isin([x, y], (0, 1)).all()
+        found.append((d.mean(), mcnemar((d > 0).sum(), (d < 0).sum()) if plain else flips(d)))
+    return [(*each, p) for each, p in zip(found, holm([p for _, p in found]), strict=True)]
+
+
+def agrees(shown: str, p: float, none: float) -> str:
+    """What is shown, where its interval holds its value, and `none` if a test leaves that open; or what is wrong."""
+    value, low, high = map(float, NUMBER.findall(shown))
+    fits = low <= value <= high and (low <= none <= high if p > 0.05 else not low < none < high)
+    return shown if fits else f"an interval that p = {p:.2g} contradicts"
+
+
+# --- pages ---
+
+
+def tables(page: pathlib.Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """Of every table the last line before it, and its rows by the titles of columns."""
+    before, rows = "", list[list[str]]()
+    for line in [*page.read_text().splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append(line[2:-2].replace("\\", "").replace("*", "").split(" | "))
+        elif rows:
+            yield before, [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+            rows = []
+        if not line.startswith("|"):
+            before = line or before
+
+
+def title(page: pathlib.Path) -> str:
+    """A page's first line."""
+    return page.read_text().partition("\n")[0]
+
+
+def records(file: pathlib.Path, *by: str) -> dict[Any, pd.DataFrame]:
+    """Groups of what a file holds, each in the same order of tasks and examples."""
+    if file.name == "scores.csv.gz":
+        found = pd.read_csv(file, dtype={"budget": str, "value": float})
+        given = found["part"] != "perplexity"
+        as_fraction = lambda x: float(fractions.Fraction(x).limit_denominator(500))
+        found["value"] = found["value"].where(~given, found["value"].map(as_fraction))
+    else:
+        columns = file.with_name("samples.json.xz")
+        found = pd.read_json(file if file.exists() else columns, lines=file.exists(), dtype=False, precise_float=True)
+    ordered = found.sort_values(["task", "index"], kind="stable")
+    return {key: own.set_index(["task", "index"]) for key, own in ordered.groupby([*by])}
+
+
+def pairs(values: np.ndarray) -> list[tuple[str, str, str]]:
+    """How many others each row is better and worse than, after Holm's correction for all; and it beside the first."""
+    first, second = np.triu_indices(len(values), 1)
+    d, others = values[first] - values[second], len(values) - 1
+    plain = np.isin(values, (0, 1)).all()
+    p = holm(mcnemar((d > 0).sum(1), (d < 0).sum(1)) if plain else [*map(flips, d)])
+    sign = np.where(p > 0.05 + 1e-12, 0, np.sign(d.sum(1)))
+    count = lambda side: np.bincount(first, sign == side, others + 1) + np.bincount(second, sign == -side, others + 1)
+    told = [f"p = {x:.2g}, {'worse' if y else 'undecided'}" for x, y in zip(p[:others], sign[:others], strict=True)]
+    return [*zip(*([f"{x:.0f}" for x in count(side)] for side in (1, -1)), ["the best", *told], strict=True)]
+
+
+def board(page: pathlib.Path) -> Iterator[Said]:
+    """Scores or perplexities, bytes and live tokens; and of all pairs at a share of bytes what tests say."""
+    of, level = records(page.with_name("scores.csv.gz"), "part", "method", "budget"), {}
+    for heading, rows in tables(page):
+        said, share = re.findall(r"## (.+?)(?:, (\S+) % of the bytes|, the full cache.*|: how far.*)$", heading)[0]
+        said = said[0].lower() + said[1:]
+        part, policies = PARTS[said], []
+        likely, full = part == "perplexity", of[part, "full", "1.0"]
+        for row in rows:
+            name, *label = row["method"].split(" ", 1)
+            at = float(share or row.get("bytes", "0").removesuffix(" %")) / 100
+            own = of[part, name, *(label or ["1.0" if name == "full" else f"bytes-{at:g}"])]
+            value = np.exp(student(own["value"])) if likely else 100 * score(own["value"])
+            taken, needed = (100 * own[x].max() / full["kv_bytes"].max() for x in ("kv_bytes", "kv_bytes_needed"))
+            made = {"score, % or perplexity": value, "edit_similarity": value, "bytes of full": taken, "needed": needed}
+            made["live of prompt"] = 100 * (own["live"] / full["live"]).mean()
+            for column in made.keys() & row.keys():
+                yield f"{heading}, {row['method']}, {column}", row[column], made[column], ".1f"
+            policies.append(own["value"].to_numpy() * (-1 if likely else 1))
+        if share:
+            cells, means, last = pairs(np.array(policies)), np.mean(policies, 1), [*rows[0]][-1]
+            best = rows[0 if means[0] > means.max() - 1e-9 else means.argmax()]["method"]
+            yield f"{heading}, the best", last, f"beside {best}", ""
+            for row, own in zip(rows, cells, strict=True):
+                for column, made in zip(("better than", "worse than", last), own, strict=True):
+                    yield f"{heading}, {row['method']}, {column}", row[column], made, ""
+            level.setdefault(float(share), {})[said] = sum("worse" not in own[2] for own in cells), len(rows)
+    there = {share: min(n for _, n in each.values()) for share, each in level.items()}
+    among = [share for share in sorted(level) if 2 * there[share] > max(there.values())]
+    at = min(among, key=lambda share: sum(n for n, _ in level[share].values()))
+    each = ", ".join(f"{n} by {said}" for said, (n, _) in level[at].items())
+    most = max(n for _, n in level[at].values())
+    yield "title", title(page), f"# Of {most} methods at {at:g} % of the bytes, not worse than the best: {each}", ""
+
+
+def sides(claim: dict[str, Any], of: Any, likely: bool, early: np.ndarray) -> tuple[Any, Any, bool, bool]:
+    """Both sides of a claim, "P N", whether these are log-likelihoods, and whether an answer could decide it.
+
+    P: pairs of policies and budgets. early: "1 N", the share of what is kept that is of the beginning.
+    """
+    a, b, kind, budgets = claim["a"], claim.get("b", ["full"]), claim.get("kind", "better"), claim["budgets"]
+    if kind == "early":
+        return early, np.full_like(early, 0.5), False, True
+    named = [*zip(a, b, strict=True)] if len(a) == len(b) else [*itertools.product(a, b)]
+    x, y = (np.array([[of(pair[side], budget) for budget in budgets] for pair in named]) for side in (0, 1))
+    means, full = np.array([x.mean(-1), y.mean(-1)]), of("full", 1.0).mean()
+    limit = not likely and (means.max() < 0.02 or means.min() > full - 0.02)
+    testable = kind == "keeps" or (not limit and bool((x != y).any()))
+    if kind == "small":
+        small, large = ((x - y)[:, budgets.index(at(budgets))] for at in (min, max))
+        return small, large, likely, testable
+    if kind == "keeps":
+        y = y + math.log(claim["share"]) if likely else y * claim["share"]
+    elif kind == "not_worse":
+        y = y - math.log(1.02) if likely else np.maximum(y - 0.02, 0)
+    return x.reshape(-1, x.shape[-1]), y.reshape(-1, x.shape[-1]), likely, testable
+
+
+def claims(page: pathlib.Path, every: dict[str, Any]) -> Iterator[Said]:
+    """Means, differences, what could have been found, and words after Holm's correction for all claims of a model."""
+    known = {claim["says"]: claim for each in every.values() for claim in each}
+    rows = [row for _, each in tables(page) for row in each]
+    stored = records(page.with_name("scores.csv.gz"), "part", "model", "method", "budget")
+    (part,), words = {key[0] for key in stored}, []
+    likely, sign = part == "perplexity", -1 if part == "perplexity" else 1
+
+    def of(model: str, name: str, budget: float) -> np.ndarray:
+        """What a policy scores, or log-likelihoods."""
+        return sign * stored[part, model, name, "1.0" if name == "full" else str(budget)]["value"].to_numpy()
+
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        early = np.array([*json.loads((page.parent / f"early-{model}.json").read_text()).values()])
+        found = [sides(known[row["claim"]], functools.partial(of, model), likely, early) for row in own]
+        tested = decided(both[:2] for both in found)
+        for row, (x, y, ratio, testable), (mean, raw, p) in zip(own, found, tested, strict=True):
+            where, scaled = f"{row['claim']}, {model}", np.exp if ratio else lambda x: 100 * np.array(x)
+            quantiles = scipy.stats.t.ppf([1 - 0.025 / len(own), 0.8], x.shape[1] - 1)
+            least = quantiles.sum() * scipy.stats.sem(np.round((x - y).mean(0), 12))
+            means = [] if known[row["claim"]].get("kind") == "small" else np.array([x.mean(), y.mean()])
+            words.append(word(p, mean, "holds", "not so here") if testable else "untestable here")
+            form = ".3f" if ratio else ".1f"
+            yield f"{where}, means", row["means"], scaled(np.negative(means) if ratio else means), ".1f"
+            yield f"{where}, difference", row["difference"].partition(" [")[0], scaled(mean), form
+            yield f"{where}, interval", row["difference"], agrees(row["difference"], raw, scaled(0)), ""
+            yield f"{where}, least", row["least"], scaled([least] if least else []), form
+            yield f"{where}, word", row["word"], words[-1], ""
+    each = ", ".join(f"{words.count(said)} {said}" for said in ("holds", "not so here", "undecided", "untestable here"))
+    yield "title", title(page), f"# Of {len(rows)} tries of {len(known)} claims {each.replace('holds', 'hold')}", ""
+
+
+def divergences(page: pathlib.Path) -> tuple[np.ndarray, list[str]]:
+    """Logarithms, "policies budgets prompts", and the budgets."""
+    with np.load(page.with_suffix(".npz")) as data:
+        logs = np.log(np.maximum(data["kl"].astype(float), 1e-9))
+        return logs, [f"{100 * b:.4g} %" for b in json.loads(str(data["options"]))["budget"]]
+
+
+def to_hindsight(page: pathlib.Path) -> Iterator[Said]:
+    """The divergence of every policy, and the best method's beside that of the best mask."""
+    logs, budgets = divergences(page)
+    (_, best), (_, every) = tables(page)
+    for row, (k, at) in itertools.product(every, enumerate(budgets)):
+        mean, *ends = np.exp(student(logs[[*HINDSIGHT, *MASKS].index(row["policy"]), k]))
+        value, _, interval = row[at].partition(" ")
+        yield f"{row['policy']}, {at}", value, mean, ".3g"
+        yield f"{row['policy']}, {at}", interval, ends, ".2g"
+    ratios, of = [], len(HINDSIGHT)
+    for k, (row, at) in enumerate(zip(best, budgets, strict=True)):
+        i, j = logs[:of, k].mean(1).argmin(), logs[of:, k].mean(1).argmin()
+        ratios.append(np.exp(student(logs[i, k] - logs[of + j, k])))
+        *named, times = row.values()
+        yield f"best, {at}", ", ".join(named), f"{at}, {HINDSIGHT[i]}, {MASKS[j]}", ""
+        yield f"best, {at}", times, ratios[-1], ".2f"
+    yield "title", title(page), [end(mean for mean, *_ in ratios) for end in (min, max)], ".1f"
+
+
+def shares(cells: np.ndarray) -> list[float]:
+    """Of the variance between cells, "S P D", what each factor explains alone, and what none does."""
+    effects = [((cells.mean(others) - cells.mean()) ** 2).mean() / cells.var() for others in ((1, 2), (0, 2), (0, 1))]
+    return [*effects, 1 - sum(effects)]
+
+
+def what_decides(page: pathlib.Path) -> Iterator[Said]:
+    """What each factor explains, with intervals of prompts that are drawn again; and divergences of its levels."""
+    logs, budgets = divergences(page)
+    (_, explained), *levels = tables(page)
+    crossed, largest = logs.reshape(*(len(rows) for _, rows in levels), *logs.shape[1:]), {}
+    for k, at in enumerate(budgets):
+        cells, rng, n = crossed[..., k, :], np.random.default_rng(0), logs.shape[-1]
+        again = [shares(cells[..., rng.integers(n, size=n)].mean(-1)) for _ in range(1000)]
+        ends = np.array([shares(cells.mean(-1)), *np.quantile(again, (0.025, 0.975), axis=0)])
+        for row, made in zip(explained, 100 * ends.T, strict=True):
+            yield f"{row['variance explained, %']}, {at}", row[at], made, ".1f"
+        largest[explained[int(ends[0, :3].argmax())]["variance explained, %"]] = at
+        for axis, (_, rows) in enumerate(levels):
+            for row, own in zip(rows, np.moveaxis(cells, axis, 0), strict=True):
+                yield f"{next(iter(row.values()))}, {at}", row[at], np.exp(student(own.mean((0, 1)))), ".3f"
+    said = f"most is the {next(iter(largest))}" if len(largest) == 1 else "depends on the budget"
+    yield "title", title(page), f"# What decides {said}", ""
+
+
+def learned(page: pathlib.Path) -> Iterator[Said]:
+    """Losses on held-out prompts, and how much less they are than another's on the same."""
+    scorer, name = page.parent.name == "learned_scorer", "unseen" if page.stem == "unseen" else "samples"
+    of, rows = records(page.with_name(f"{name}.jsonl.gz"), "budget", "method"), json.loads(page.read_text())["rows"]
+    for row in rows:
+        own, other = of[row["budget"], row["method"]], of[row["budget"], "snapkv" if scorer else "learned"]
+        if "tasks" in row:
+            new = own.index.get_level_values("task").isin(("key_value", "perplexity")) == (row["tasks"] == "unseen")
+            own, other = own[new], other[new]
+        less = (own["loss"] - other["loss"]) * (-1 if scorer else 1)
+        (_, low, high), (*_, highest) = student(own["loss"]), student(other["loss"])
+        made = {"prompts": len(own), "low": low, "high": high, "disjoint": float(low > highest)}
+        made |= {"layers": np.mean(own["layers"].tolist(), 0)} if "layers" in own else {}
+        each = {x: own[x] for x in ("loss", "live", "lost", "regret", "kept_attention") if x in own}
+        for name, x in (each | {"less": less, "ahead": less, "learned_wins": 1.0 * (less > 0)}).items():
+            made |= zip((name, f"{name}_low", f"{name}_high"), student(x), strict=True)
+        for name in made.keys() & row.keys():
+            shown = " ".join(f"{x:.4g}" for x in 1.0 * np.ravel(row[name]))
+            yield f"{row['budget']} {row['method']} {name}", shown, made[name], ".4g"
+
+
+def main_job(page: pathlib.Path) -> Iterator[Said]:
+    """Scores and perplexities, what is left, and tests beside the full cache."""
+    of = records(page.with_name("samples.jsonl.gz"), "task", "method", "budget")
+    (_, every), _, (_, compared), _ = tables(page)
+
+    def asked(task: str, row: dict[str, str]) -> tuple[pd.DataFrame, np.ndarray]:
+        """Lines of a policy, and its scores or log-likelihoods: "1 N"."""
+        tasks = {key[0] for key in of if key[0] != "perplexity"} if task == "average" else {task.replace(" ", "_")}
+        own = pd.concat([of[x, row["method"], row["budget"]] for x in sorted(tasks)])
+        return own, (-own["nll"] if task == "perplexity" else own["score"]).to_numpy()[None]
+
+    for row in every:
+        where = f"{row['method']} {row['budget']}"
+        for task in [*row][2:-2]:
+            (x,) = asked(task, row)[1]
+            made, form = (np.exp(student(-x)), ".2f") if task == "perplexity" else (100 * score(x), ".1f")
+            yield f"{where}, {task}", row[task], made, form
+        own, full = asked("average", row)[0], asked("average", every[0])[0]
+        yield f"{where}, live", row["live of prompt"], 100 * (own["live"] / own["prompt_tokens"]).mean(), ".1f"
+        yield f"{where}, KV", row["KV of full"], 100 * own["kv_bytes"].max() / full["kv_bytes"].max(), ".1f"
+    for task, rows in itertools.groupby(compared, lambda row: row["task"]):
+        own, likely = [*rows], task == "perplexity"
+        both = [(asked(task, row)[1], asked(task, every[0])[1]) for row in own]
+        for row, (x, _), (mean, raw, p) in zip(own, both, decided(both), strict=True):
+            where = f"{row['method']} {row['budget']}, {task}"
+            made, form = (np.exp(-mean), ".3f") if likely else (100 * mean, ".1f")
+            yield f"{where}, difference", row["difference"].partition(" [")[0], made, form
+            yield f"{where}, interval", row["difference"], agrees(row["difference"], raw, float(likely)), ""
+            yield f"{where}, p", row["p"], "< 0.001" if p < 0.001 else p, ".3f"
+            yield f"{where}, verdict", row["verdict"], word(p, mean), ""
+            yield f"{where}, rows", row["rows"], str(x.size), ""
+
+
+def pages(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, Iterator[Said]]]:
+    """Every page, and what it says."""
+    every = tomllib.loads((root / "experiments" / "papers" / "claims.toml").read_text())
+    kinds = {
+        "board/*/board.md": board, "replication/**/replication.md": functools.partial(claims, every=every),
+        "findings/to_hindsight-*.md": to_hindsight, "findings/what_decides-*.md": what_decides,
+        "learned_*/summary.json": learned, "learned_scorer/unseen.json": learned, "main_job/report.md": main_job,
+    }  # fmt: skip
+    for pattern, said in kinds.items():
+        yield from ((page, said(page)) for page in sorted((root / "experiments/bench_results").glob(pattern)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints what differs; 1 if anything does."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="the project, or a copy of its experiments")
+    root = parser.parse_args(arguments).root
+    every = [(page, *said) for page, each in pages(root) for said in each]
+    differ = [said for said in every if not same(*said[2:])]
+    for page, where, shown, made, _ in differ:
+        found = made if isinstance(made, str) else ", ".join(f"{x:.6g}" for x in np.ravel(made))
+        print(f"{page.relative_to(root)}: {where}: {shown!r} is {found!r} by the records")
+    numbers = sum(np.size(made) for *_, made, _ in every)
+    print(f"{numbers} numbers of {len({page for page, *_ in every})} pages: {len(differ)} differ")
+    return int(bool(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
