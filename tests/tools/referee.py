@@ -277,10 +277,14 @@ def to_hindsight(page: pathlib.Path) -> Iterator[Said]:
         value, _, interval = row[at].partition(" ")
         yield f"{row['policy']}, {at}", value, mean, ".3g"
         yield f"{row['policy']}, {at}", interval, ends, ".2g"
-    ratios, of = [], len(HINDSIGHT)
+    ratios, of, n = [], len(HINDSIGHT), np.arange(logs.shape[-1])
     for k, (row, at) in enumerate(zip(best, budgets, strict=True)):
         i, j = logs[:of, k].mean(1).argmin(), logs[of:, k].mean(1).argmin()
-        ratios.append(np.exp(student(logs[i, k] - logs[of + j, k])))
+        beside = np.zeros(len(n))
+        for own, other in ((n[::2], n[1::2]), (n[1::2], n[::2])):  # the best of the others, measured on these
+            method, mask = (x[:, other].mean(1).argmin() for x in (logs[:of, k], logs[of:, k]))
+            beside[own] = logs[method, k, own] - logs[of + mask, k, own]
+        ratios.append(np.exp(student(beside)))
         *named, times = row.values()
         yield f"best, {at}", ", ".join(named), f"{at}, {HINDSIGHT[i]}, {MASKS[j]}", ""
         yield f"best, {at}", times, ratios[-1], ".2f"
@@ -296,15 +300,23 @@ def shares(cells: np.ndarray) -> list[float]:
 def what_decides(page: pathlib.Path) -> Iterator[Said]:
     """What each factor explains, with intervals of prompts that are drawn again; and divergences of its levels."""
     logs, budgets = divergences(page)
-    (_, explained), *levels = tables(page)
+    found = [*tables(page)]
+    explained, levels = (
+        [t for t in found if next(iter(t[1][0])).startswith("variance") == is_one] for is_one in (True, False)
+    )
     crossed, largest = logs.reshape(*(len(rows) for _, rows in levels), *logs.shape[1:]), {}
+    names = [next(iter(row.values())) for row in levels[0][1]]
+    among = names, [x for x in names if x not in ("random", "key norm")], ["accumulated", "mean", "votes", "expected"]
     for k, at in enumerate(budgets):
-        cells, rng, n = crossed[..., k, :], np.random.default_rng(0), logs.shape[-1]
-        again = [shares(cells[..., rng.integers(n, size=n)].mean(-1)) for _ in range(1000)]
-        ends = np.array([shares(cells.mean(-1)), *np.quantile(again, (0.025, 0.975), axis=0)])
-        for row, made in zip(explained, 100 * ends.T, strict=True):
-            yield f"{row['variance explained, %']}, {at}", row[at], made, ".1f"
-        largest[explained[int(ends[0, :3].argmax())]["variance explained, %"]] = at
+        cells, n = crossed[..., k, :], logs.shape[-1]
+        for (_, rows), chosen in zip(explained, among, strict=True):
+            own, rng = cells[[names.index(x) for x in names if x in chosen]], np.random.default_rng(0)
+            again = [shares(own[..., rng.integers(n, size=n)].mean(-1)) for _ in range(1000)]
+            ends = np.array([shares(own.mean(-1)), *np.quantile(again, (0.025, 0.975), axis=0)])
+            for row, made in zip(rows, 100 * ends.T, strict=True):
+                yield f"{next(iter(row.values()))} of {len(chosen)}, {at}", row[at], made, ".1f"
+            if chosen == names:
+                largest[next(iter(rows[int(ends[0, :3].argmax())].values()))] = at
         for axis, (_, rows) in enumerate(levels):
             for row, own in zip(rows, np.moveaxis(cells, axis, 0), strict=True):
                 yield f"{next(iter(row.values()))}, {at}", row[at], np.exp(student(own.mean((0, 1)))), ".3f"
