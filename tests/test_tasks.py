@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import pathlib
 import re
 import sys
 import types
@@ -88,6 +89,23 @@ def wonderwords(monkeypatch):
 def made(name: str, index: int, **options):
     """An example of a task, over rows where it takes some."""
     return TASKS[name](task(rows=ROWS if name in OVER_ROWS else (), **options), index)
+
+
+@pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])
+def test_the_tasks_of_the_readme_are_tasks(text):
+    readme = pathlib.Path(tasks.__file__).with_name("README.md").read_text()
+    found = {}
+    for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
+        exec(block, found)
+    chat = tuple(tuple(TOKENIZER.encode(x)) for x in ("<user> ", " <model> "))
+    for name in ("short_needle", "door"):
+        e = found[name](task(text=text, chat=chat), 1)
+        (question,) = e.questions
+        assert question.references
+        assert " <model> " in TOKENIZER.decode(question.ids)
+        assert ("same_context" in dict(e.meta)) == bool(text)
+        assert len(e.context) + len(question.ids) <= LENGTH
+    assert found["door"](task(), 0).questions[0].references[0] in text_of(found["door"](task(), 0))
 
 
 @pytest.mark.parametrize("text", ["", TEXT], ids=["filler", "text"])

@@ -24,6 +24,28 @@ from kvjax.models.written import write_bytes
 FOLDER: Final = pathlib.Path(__file__).parent
 _BY_FULL = "outputs are compared with what the full cache generates"
 
+_OWN = """An entry is data in four files of this folder; no code is written. Errors name the file and the line.
+
+1. `methods.toml`: a set of methods, each with its title, `make` (a function of `kvjax.methods`) and `options`.
+2. `catalogue.toml`: models and data sets that are not there yet, and under `[columns]` a list of columns, each with \
+its title, metric and data sets. `tables.py` says what the fields are.
+3. `entries.toml`: `[PAPER.LABEL]` with `shows`, `place`, the names of `methods` and `columns`, and `settings`, which \
+are names or texts such as "budget: 20 %".
+4. `tables/PAPER-LABEL.csv`: the head `model,method,budget` and the columns' titles, then a line a method and \
+budget, with scores as the paper prints them. A budget of 0.2 is a share, 200 a number of tokens; the full cache has \
+1.0; "-" stands for a number that the text does not have.
+
+A new paper has any name; `--list` shows it.
+
+```bash
+python experiments/reproduce.py PAPER/LABEL --published
+python experiments/reproduce.py PAPER/LABEL --plan
+python experiments/reproduce.py PAPER/LABEL --data project --examples 1 --length 128 --new-tokens 12
+```
+
+`--record` adds the run to this page, and the entry with it. `tests/test_papers_tables.py` looks for the numbers in \
+the paper's text, whose file a new paper adds to `TEXTS` there."""
+
 Ledger = dict[str, list[dict[str, Any]]]
 
 
@@ -229,4 +251,7 @@ def markdown(ledger: Ledger) -> str:
             f"`{run['commit'] or 'unknown'}`{dirty}, {run['device']}; {run['measured']}.",
             *(f"  - {reason}" for reason in run["reduced"]),
         ]
-    return page.markdown("The papers' tables and figures", about, table, "## Runs", "\n".join(runs) or "None so far.")
+    return page.markdown(
+        "The papers' tables and figures", about, table, "## A table of one's own", _OWN, "## Runs",
+        "\n".join(runs) or "None so far.",
+    )  # fmt: skip
