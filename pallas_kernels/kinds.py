@@ -77,12 +77,14 @@ class Kind:
       holds: whether a value is of the kind.
       dims: names or sizes of the axes, where it is an array.
       any_of: the kinds that it may be one of.
+      number: int or float, where it is a number of that type alone.
     """
 
     words: str
     holds: Callable[[Any], bool]
     dims: tuple[str, ...] | None = None
     any_of: "tuple[Kind, ...]" = ()
+    number: type | None = None
 
     def __repr__(self) -> str:
         return self.words
@@ -168,7 +170,9 @@ def kind_of(hint: Any) -> Kind | None:
         if len(each) < len(args):
             return None
         words = ", or ".join(dict.fromkeys(k.words for k in each))
-        return Kind(words, lambda x: any(k.holds(x) for k in each), any_of=each)
+        types_of = {k.number for k in each} - {None}
+        number = types_of.pop() if len(types_of) == 1 else None
+        return Kind(words, lambda x: any(k.holds(x) for k in each), any_of=each, number=number)
     if origin is tuple and args[-1] is not ...:
         each = [kind_of(a) or ANYTHING for a in args]
         fits = lambda x: isinstance(x, tuple) and len(x) == len(each) and all(k.holds(y) for k, y in zip(each, x))  # noqa: B905
@@ -208,7 +212,7 @@ def _a(noun: str) -> str:
 def _number(base: Any, numbers: Range) -> Kind:
     word, is_number, _ = _NUMBERS[base]
     words = f"{'an odd' if numbers.odd else 'a'} {word}{'' if numbers == _NUMBERS[int][2] else numbers.words}"
-    return Kind(words, lambda x: is_number(x) and numbers.holds(x))
+    return Kind(words, lambda x: is_number(x) and numbers.holds(x), number=base)
 
 
 _ARRAYS = {"Float": ("floats", np.floating), "Int": ("integers", np.integer), "Bool": ("True or False", np.bool_)}
@@ -255,7 +259,7 @@ def refused(name: str, x: Any, words: str) -> ValueError:
 
 
 def check_fields(x: Any) -> None:
-    """Checks the fields of a frozen dataclass against their annotations.
+    """Checks the fields of a frozen dataclass against their annotations. What is a float holds one: 1 becomes 1.0.
 
     Raises:
       ValueError: a field that is not of its kind.
@@ -266,6 +270,8 @@ def check_fields(x: Any) -> None:
             raise refused(f"{type(x).__name__}: {name}", given, kind.words)
         if isinstance(given, np.integer | np.floating):
             object.__setattr__(x, name, given.item())
+        if kind.number is float and isinstance(getattr(x, name), int):
+            object.__setattr__(x, name, float(getattr(x, name)))
 
 
 @functools.cache

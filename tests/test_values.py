@@ -5,6 +5,8 @@ import dataclasses
 import math
 import pickle
 
+import kvjax
+from kvjax import methods
 from tests import table
 
 
@@ -32,6 +34,13 @@ def test_numbers_of_other_kinds_make_other_values():
                 assert hash(other) != hash(one)
                 tried += 1
     assert tried > 100
+
+
+def test_what_is_no_count_is_a_float():
+    """A temperature of 1 is one of 1.0; 1 token is not all of them."""
+    assert kvjax.Sample(temperature=1) == kvjax.Sample(temperature=1.0)
+    assert isinstance(kvjax.Sample(temperature=1).temperature, float)
+    assert methods.h2o(1) != methods.h2o(1.0)
 
 
 def picklable(x):
