@@ -114,12 +114,11 @@ def _run_missing(
     params = params if mesh is None else kvjax.shard_params(model, params, mesh)
     options = {"batch_size": setup.batch_size, "tokenizer": tokenizer, "block": setup.block, "mesh": mesh}
     options["once"] = setup.reads == "once"
-    lacking = [run for run in runs if todo.missing(*run[:2])]
-    asked = planned(model, params, lacking, prompts, **options)
-    if setup.slots == "shared":
-        for of_shape in asked:
+    every = planned(model, params, runs, prompts, **options)
+    if setup.slots == "shared":  # by all policies, so that a run that goes on has the slots that it began with
+        for of_shape in every:
             share_slots([engine for *_, engine in of_shape])
-    run_engines(asked, todo)
+    run_engines([[each for each in of_shape if todo.missing(*each[:2])] for of_shape in every], todo)
 
 
 def planned(
