@@ -90,8 +90,7 @@ class Board:
       policy: methods of one's own beside them, path.py:make each; make(budget) returns a policy, or
         one and its learned parameters.
       bytes: shares of the full cache's bytes.
-      equal: at what methods are equal, the first for ranks: "bytes" that their caches take; "live" tokens, as shares of
-        the prompt. With both, a table has the scores at either.
+      live: have a column of scores at equal live tokens, the same shares of the prompt, beside those at equal bytes.
       parts: what is asked; if not given, all that can be asked of the model.
       metrics: more measures of answers that are compared with the full cache's, such as bleu and rouge_l.
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
@@ -109,7 +108,7 @@ class Board:
     methods: tuple[str, ...] = ()
     policy: tuple[str, ...] = ()
     bytes: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625)
-    equal: tuple[Literal["bytes", "live"], ...] = ("bytes",)
+    live: bool = False
     parts: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     protect: tuple[int, int] | None = None
@@ -144,7 +143,6 @@ class Board:
             config_of(own)
         if self.text is not None:
             read_text(self.text)
-        check_distinct("equal", self.equal)
         if not self.bytes or not all(0 < share < 1 for share in self.bytes):
             raise ValueError(f"bytes {self.bytes} must be shares of the full cache between 0 and 1")
 
@@ -215,8 +213,8 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
             policies = tuple((label, guard(policy)) for label, policy in made.policies)
             if "budget" in inspect.signature(get_config).parameters:
                 make: Any = lambda budget, get=get_config: guard(get(budget=(budget,), setup=setup).policies[0][1])
-                found = {"bytes": lambda share, make=make: budget_for(make, config, share, largest), "live": float}
-                each = [(f"{kind}-{share:g}", found[kind](share)) for kind in board.equal for share in board.bytes]
+                each = [(f"bytes-{share:g}", budget_for(make, config, share, largest)) for share in board.bytes]
+                each += [(f"live-{share:g}", share) for share in board.bytes if board.live]
                 policies = tuple((name, make(budget)) for name, budget in each if budget is not None)
         except ValueError as e:  # what has to be found of the model before, or no token that could be protected
             if board.methods or own:
@@ -258,11 +256,6 @@ class Found:
     prompts: str = ""
 
     @property
-    def kinds(self) -> list[str]:
-        """At what methods are equal, the first for ranks."""
-        return [*dict.fromkeys(n["budget"].partition("-")[0] for n in self.numbers if _asked(n))] or ["bytes"]
-
-    @property
     def full(self) -> Number:
         """The full cache's."""
         return next(n for n in self.numbers if n["method"] == "full")
@@ -274,7 +267,7 @@ class Found:
 
     def at(self, share: float) -> list[Number]:
         """Policies at a share of bytes, the best first; methods without a budget stand where they fit."""
-        asked = [n for n in self.numbers if n["budget"] == f"{self.kinds[0]}-{share:g}"]
+        asked = [n for n in self.numbers if n["budget"] == f"bytes-{share:g}"]
         fits = lambda n: not _asked(n) and n["method"] != "full" and n["kv_of_full"] <= share
         return sorted([*asked, *filter(fits, self.numbers)], key=lambda n: -_quality(n))
 
@@ -348,18 +341,13 @@ def table(found: Found, share: float) -> str | Table:
     here = found.at(share)
     if not here:
         return f"No method runs at {share:.4g} of the bytes."
-    others = {
-        (kind, n["method"]): scored(n, ".1f")
-        for kind in found.kinds[1:]
-        for n in found.numbers
-        if n["budget"] == f"{kind}-{share:g}"
-    }
+    at_live = {n["method"]: scored(n, ".1f") for n in found.numbers if n["budget"] == f"live-{share:g}"}
     rows = []
     for n, (won, lost), c in zip(here, *wins(found, share), strict=True):
         verdict = "the best" if c is None else f"p = {c.p:.2g}, {c.verdict}"
-        also = [others.get((kind, n["method"]), "") for kind in found.kinds[1:]]
+        also = [at_live.get(n["method"], "")] if at_live else []
         rows.append((*_cells(n), *also, str(won), str(lost), verdict))
-    also = [f"at equal {'live tokens' if kind == 'live' else kind}" for kind in found.kinds[1:]]
+    also = ["at equal live tokens"] if at_live else []
     return Table((*_CELLS, *also, "better than", "worse than", f"beside {_name(here[0])}"), rows)
 
 

@@ -168,3 +168,16 @@ def test_a_board_is_written_and_goes_on(tmp_path, capsys):
     assert "is complete" in said
     assert "full@1.0: 1 lines are taken over" in said
     assert "| mine.make |" in (tmp_path / "board.md").read_text()
+
+
+def test_methods_at_equal_live_tokens_have_a_column_beside(tmp_path):
+    """Ranks are those of equal bytes; policies without a budget have no place there."""
+    of = found(number("a", 0.2, 0.5), number("b", 0.2, 0.25), number("a", 0.3, 0.75, "live-0.25"), a=[0.5], b=[0.25])
+    made = board.table(of, 0.25)
+    assert made.head[7] == "at equal live tokens"
+    assert [(row[0], row[7]) for row in made.rows] == [("a", "75.0 [0.0, 100.0]"), ("b", "")]
+    assert "at equal live tokens" not in board.table(found(number("a", 0.2, 0.5), a=[0.5]), 0.25).head
+    size = {"methods": ("window",), "bytes": (0.5,), "parts": ("perplexity",), "examples": 1, "length": 320}
+    (window,) = board.experiment_of(Board(live=True, **size), PARTS["perplexity"]).beside
+    assert [name for name, _ in window.policies] == ["bytes-0.5", "live-0.5"]
+    assert window.policies[1][1].budget == 0.5
