@@ -163,14 +163,14 @@ def _likelihoods(
     plan, hparams = plan_request(model.config, policy, lengths, T, 0, plan=plan)
     state = empty_state(model.config, policy, plan, hparams, lengths, 0, keys=keys, slots=True)
 
-    def read(state, here):
+    def next_token(state, here):
         token, after, column = here
         there = column >= T - lengths
         valid, how = there.astype(jnp.int32), {"grow": True, "ends": False}
         logits, state, _ = step(model, params, token[:, None], state, valid, "prefill", **how)
         return state, jnp.where(there, log_prob(logits, after), 0.0)
 
-    _, found = jax.lax.scan(read, state, (tokens.T[:-1], tokens.T[1:], jnp.arange(T - 1)))
+    _, found = jax.lax.scan(next_token, state, (tokens.T[:-1], tokens.T[1:], jnp.arange(T - 1)))
     return found.sum(0) / (lengths - 1).astype(jnp.float32)
 
 

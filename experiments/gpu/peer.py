@@ -36,7 +36,7 @@ def measure(layers: int, compiled: bool, smoke: bool) -> dict[str, float]:
     forward = functools.partial(model, use_cache=True, logits_to_keep=1)
     step = torch.compile(forward, mode="reduce-overhead", fullgraph=True) if compiled else forward
 
-    def read() -> tuple[Any, Any]:
+    def prefilled() -> tuple[Any, Any]:
         cache = StaticCache(config=config, max_cache_len=prompt + steps) if compiled else DynamicCache(config=config)
         return forward(tokens, past_key_values=cache, cache_position=at[:prompt]).logits[:, -1:].argmax(-1), cache
 
@@ -53,8 +53,8 @@ def measure(layers: int, compiled: bool, smoke: bool) -> dict[str, float]:
         wait()
         return found, time.perf_counter() - start
 
-    seconds = min(timed(read)[1] for _ in range(3))
-    token, cache = read()
+    seconds = min(timed(prefilled)[1] for _ in range(3))
+    token, cache = prefilled()
     token = decode(token, cache, prompt, prompt + WARM_UP)
     _, decoding = timed(decode, token, cache, prompt + WARM_UP, prompt + steps)
     return {

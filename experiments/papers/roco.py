@@ -83,7 +83,7 @@ def _read_and_evict(
     kind = jnp.repeat(jnp.arange(M, dtype=jnp.int32), R * B)[:, None, None]
     outer, each = model.parts(params)
 
-    def read(caches, t):
+    def next_token(caches, t):
         pos = jnp.full((X, 1), t)
 
         def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, slopes=None, **options):
@@ -121,7 +121,7 @@ def _read_and_evict(
 
     kv = jnp.zeros((X, K, T, c.head_dim), c.dtype)
     cache = kv, kv, jnp.zeros((X, K, T), bool), jnp.zeros((X, K, T))
-    _, found = lax.scan(read, (cache,) * c.num_layers, slots)
+    _, found = lax.scan(next_token, (cache,) * c.num_layers, slots)
     return found
 
 

@@ -49,12 +49,12 @@ class Jobs:
         how: dict[str, Any] = {"policy": make_policy(job["what"], job["budget"]), "lengths": np.full(1, T)}
         how["max_new_tokens"] = job["steps"]
 
-        def read(params: Any, tokens: jax.Array) -> Any:
+        def prefilled(params: Any, tokens: jax.Array) -> Any:
             if job["how"] == "measure":
                 return kvjax.forward(model, params, tokens, kvjax.start(model, **how))
             return kvjax.prefill(model, params, tokens, **how)
 
-        compiled = jax.jit(read).lower(self._params, tokens).compile()
+        compiled = jax.jit(prefilled).lower(self._params, tokens).compile()
 
         def run() -> int:
             logits, state, *_ = jax.block_until_ready(compiled(self._params, tokens))
