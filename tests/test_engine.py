@@ -54,7 +54,14 @@ def lines(model, params, examples, protocol, batch_size, policy):
     return {k: {n: x for n, x in v.items() if n not in timed} for k, v in found.items()}
 
 
-SIZES = ("slots", "kv_bytes", "kv_bytes_needed", "prefill_peak_bytes", "decode_peak_bytes")  # of the program
+SIZES = (
+    "slots",
+    "kv_bytes",
+    "kv_bytes_needed",
+    "kv_bytes_fitted",
+    "prefill_peak_bytes",
+    "decode_peak_bytes",
+)  # of the program
 
 
 @pytest.mark.slow
