@@ -214,8 +214,9 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
             if "budget" in inspect.signature(get_config).parameters:
                 make: Any = lambda budget, get=get_config: guard(get(budget=(budget,), setup=setup).policies[0][1])
                 each = [(f"bytes-{share:g}", budget_for(make, config, share, largest)) for share in board.bytes]
-                each += [(f"live-{share:g}", share) for share in board.bytes if board.live]
-                policies = tuple((name, make(budget)) for name, budget in each if budget is not None)
+                each = [(name, budget) for name, budget in each if budget is not None]
+                shares = [float(name.partition("-")[2]) for name, _ in each] if board.live else []
+                policies = tuple((name, make(n)) for name, n in [*each, *((f"live-{x:g}", x) for x in shares)])
         except ValueError as e:  # what has to be found of the model before, or no token that could be protected
             if board.methods or own:
                 raise

@@ -175,13 +175,15 @@ class Scores:
     def testable(self, claim: Claim) -> bool:
         """Whether an answer could have decided a claim: not where policies answer all alike, or are all at a limit.
 
-        Scores are at a limit where all are within `MARGIN` of nothing, or of the full cache's.
+        Scores are at a limit where all are below `MARGIN`, or from one below the full cache's to two above it.
         """
         of = lambda name, budget: self.values[name, label(budget)]
         each = [(of(a, x), of(b, x)) for a, b in claim.pairs for x in claim.budgets if claim.kind != "keeps"]
         means, full = [v.mean() for pair in each for v in pair], self.values["full", "1.0"].mean()
-        at_limit = not self.likelihoods and (max(means, default=1) < MARGIN or min(means, default=0) > full - MARGIN)
-        return not each or (not at_limit and any((a != b).any() for a, b in each))
+        if not each:
+            return self.likelihoods or full >= MARGIN
+        at_limit = max(means) < MARGIN or (min(means) > full - MARGIN and max(means) < full + 2 * MARGIN)
+        return any((abs(a - b) > 1e-6).any() for a, b in each) and (self.likelihoods or not at_limit)
 
     def decided(self, claim: Claim) -> tuple[stats.Comparison, float, str, bool]:
         """How a claim comes out, what its difference is multiplied by, both means but of gains, and `testable`."""
@@ -303,8 +305,8 @@ def page(rows: Sequence[Row], options: Replication, prompts: Mapping[str, str] |
         f"score, the difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent "
         "less; for the gain at small budgets, between gains at the smallest and the largest; for the beginning, "
         "between the share of what is kept there and a half. Least: the difference that such a test finds in 80 % of "
-        f"samples. Untestable: no answer differs, or all scores are within {100 * MARGIN:.0f} points of 0 or of the "
-        "full cache's.",
+        f"samples. Untestable: no answer differs, or all scores are below {100 * MARGIN:.0f} points, or from "
+        f"{100 * MARGIN:.0f} points below the full cache's to {200 * MARGIN:.0f} above it.",
         *(f"{name}: {said}" for name, said in (prompts or {}).items()),
         "![The claims with intervals](claims.png)",
     ]

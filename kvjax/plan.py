@@ -146,6 +146,7 @@ def planned(
     plan: Plan | None = None,
     *,
     longest: int | None = None,
+    held: bool = False,
 ) -> tuple[Plan, tuple[Any, ...]]:
     """The plan of a run, and its `hparams`, a tree of arrays "B ..." for every layer.
 
@@ -155,6 +156,7 @@ def planned(
       lengths: tokens of each prompt. Where they are traced, there are slots for the longest prompt that can be.
       plan: that of a run with as many slots or more, to use instead.
       longest: tokens of another prompt, longer than these, for which there are slots, too.
+      held: whether the plan is that of a fitted state, which has slots for its tokens and those to come.
 
     Raises:
       ValueError: the given plan has too few slots, or is that of another policy.
@@ -178,18 +180,21 @@ def planned(
     if plan is None:
         return found, hparams
     # Of traced lengths there may be no prompt as long as the longest.
-    _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need)
+    _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need, held)
     return plan, hparams
 
 
-def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...]) -> None:
-    """Raises ValueError if a plan has fewer slots than needed, or differs from the one found in more than slots."""
+def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...], held: bool) -> None:
+    """Raises ValueError if a plan has fewer slots than needed, or differs from the one found in more than slots.
+
+    With `held` tokens are in their slots already, and no more are needed.
+    """
     if (plan.layers, plan.policy, plan.infos) != (found.layers, found.policy, found.infos):
         raise ValueError(
             "the plan is that of another policy or another run: fields other than budgets, the prompts' width or "
             "max_new_tokens differ; make the plan from the same policy with a larger budget"
         )
-    if not plan.fitted and (short := [i for i in range(len(need)) if need[i] > plan.capacities[i]]):
+    if not held and (short := [i for i in range(len(need)) if need[i] > plan.capacities[i]]):
         raise ValueError(
             f"layer {short[0]} needs {need[short[0]]} slots, but the plan has {plan.capacities[short[0]]}; make the "
             "plan from the largest budget that will run under it"

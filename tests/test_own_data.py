@@ -75,6 +75,11 @@ def test_a_chat_is_split_where_its_context_ends(tmp_path, embedded, monkeypatch)
     template = "{{ bos_token }}list : {% for m in messages %}{{ m.content }}{% endfor %} answer :"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     e = asked("auto")
+    for wrong in ("{{ m.content | upper }}", "{{ m.content[:300] }}", "> {{ m.content | replace('\n', ' ') }}"):
+        monkeypatch.setattr(tokenizer, "chat_template", template.replace("{{ m.content }}", wrong))
+        with pytest.raises(ValueError, match="the chat template .* (the|a) message.*; give --template raw"):
+            asked("auto")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     assert asked("raw") == raw
     assert tokenizer.decode(e.context) == f"{tokenizer.bos_token} list : {GOOD['context']}"
     assert tokenizer.decode(e.questions[0].ids) == f"{GOOD['question']} answer :"

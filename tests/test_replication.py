@@ -81,5 +81,8 @@ def test_a_claim_that_no_answer_could_decide_is_untestable(a, b, testable):
     row = replication.Row(claim, "embedded", "in_prompt", *scores.decided(claim))
     assert (row.word == "untestable here") is not testable
     assert scores.testable(dataclasses.replace(claim, kind="keeps"))
+    lost = dataclasses.replace(scores, values=values | {("full", "1.0"): np.zeros(4)})
+    assert not lost.testable(dataclasses.replace(claim, kind="keeps"))
+    assert lost.testable(claim) is bool(max(np.mean(a), np.mean(b)) > 0.04 and a != b)
     log = dataclasses.replace(scores, likelihoods=True)
     assert log.testable(claim) is (a != b)

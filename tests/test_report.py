@@ -317,9 +317,9 @@ def test_a_page_says_what_prompts_were(tmp_path):
     samples.write_text("".join(json.dumps(x) + "\n" for x in lines))
     report.write([tmp_path / "run"], tmp_path / "page", "report.py")
     assert (
-        "Prompts have 100 to 107 tokens, 104 on average; they are asked within the model's chat template; the text is "
-        "some.txt, whose SHA-256 begins with 0123456789abcdef; 24 examples have 4 contexts, which intervals and tests "
-        "draw whole."
+        "Prompts have 100 to 107 tokens, 104 on average; questions are asked within the model's chat template; "
+        "the text is some.txt, whose SHA-256 begins with 0123456789abcdef; 24 examples have 4 contexts, which "
+        "intervals and tests draw whole."
     ) in (tmp_path / "page" / "report.md").read_text()
     settings = [{"model": "x", "protocol": "in_prompt", **how} for how in ({"chat": False}, {"template": "raw"})]
     make_run(tmp_path / "old", chat=False)

@@ -281,3 +281,13 @@ def test_the_full_cache_of_an_equal_run_beside_is_taken_over(made, tmp_path, cap
     for here, options in ((second, ["--restart"]), (tmp_path / "third", ["--seed", "1"])):
         run.main([*other, "--output", str(here), *options])
         assert "taken over" not in capsys.readouterr().out
+
+
+def test_examples_that_have_the_same_context_are_one_cluster(embedded, tmp_path):
+    """A text's stretches are those of every seed."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"the code for ada is {i} ." for i in range(400)))
+    given = Setup(tasks=("perplexity",), text=str(text), examples=3, length=100, seed=(0, 1))
+    prompts, _ = setup.build(given, setup.find_builders(given), embedded[2], embedded[0].config)
+    labels = [dict(p.example.meta).get("same_context", f"perplexity/{p.example.index}") for p in prompts]
+    assert labels == [f"perplexity/{i}" for i in (0, 1, 2, 0, 1, 2)]

@@ -221,3 +221,10 @@ def test_the_least_difference_is_found_in_8_of_10_samples():
         x, y = rng.standard_normal((2, 40))
         found.append(compare_perplexity(x - least, y).p <= 0.01)
     assert 0.72 < np.mean(found) < 0.88
+
+
+def test_nothing_is_found_of_so_few_that_no_difference_is():
+    """Of 5 contexts, all flips of signs leave a p-value of 1 in 16."""
+    scores = [0.2, 0.21, 0.23, 0.2, 0.24]
+    assert math.isnan(compare(scores, [0.0] * 5).least)
+    assert compare([*scores, 0.22], [0.0] * 6).least > 0

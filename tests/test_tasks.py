@@ -145,6 +145,14 @@ def test_examples_read_passages_of_their_own_as_long_as_there_are_any(name):
     assert [of.passage(i) for i in range(3)] != [task(LENGTH // 3, text=TEXT).passage(i) for i in range(3)]
 
 
+def test_long_sentences_leave_no_prompt_short():
+    """Of a text without punctuation, with spaces or without any."""
+    for text in ("more words " * 4000, "字" * 40000):
+        e = tasks.needle_number(task(text=text), 0)
+        assert 0.8 * LENGTH < len(e.context) <= LENGTH
+        assert max(map(len, sentences(text))) <= 600
+
+
 @pytest.mark.parametrize("name", ["niah_single_2", "niah_multikey_1", "single_needle", "key_value"])
 def test_running_text_fills_a_prompt_to_2_percent(name):
     """RULER keeps room for an answer of 128 tokens, or of as many as are asked for."""

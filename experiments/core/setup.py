@@ -173,6 +173,7 @@ def build(
     given, chat = {"limit": room, "answer": setup.answer}, rendering(setup, tokenizer) == "chat"
     of_seed = [dataclasses.replace(task_of(tokenizer, setup.length, s, text, chat), **given) for s in setup.seeds]
     rows: list[Prompt] = []
+    seen: dict[Any, str] = {}
     bad: list[dict[str, Any]] = []
     todo = [
         (name, builder, n, i)
@@ -187,7 +188,7 @@ def build(
             example = _searched(_built(name, builder, task, i, setup.answer), setup.num_beams)
             if n:
                 example = dataclasses.replace(example, index=index, meta=(*example.meta, ("seed", task.seed)))
-            rows += _fitting(example, setup, limit, task.seed)
+            rows += _fitting(_labelled(example, seen), setup, limit, task.seed)
         except BadRow as e:
             bad.append({"task": name, "index": index, "line": e.line, "reason": e.reason})
     if not rows:
@@ -195,6 +196,15 @@ def build(
     for metric in {q.metric for row in rows for q in row.example.questions if not q.continuation}:
         metrics.find(metric)
     return rows, bad
+
+
+def _labelled(example: Example, seen: dict[Any, str]) -> Example:
+    """The example, which says whose context it shares where an example before has the same; `seen` grows."""
+    own = f"{example.task}/{example.index}"
+    first = seen.setdefault(example.context, own)
+    if first == own or "same_context" in dict(example.meta):
+        return example
+    return dataclasses.replace(example, meta=(*example.meta, ("same_context", first)))
 
 
 def rendering(setup: Setup, tokenizer: Any) -> Literal["chat", "raw"]:

@@ -158,8 +158,11 @@ class Comparison:
     def least(self) -> float:
         """The least difference that is found in 80 of 100 such samples, where all are tried that it is compared with.
 
-        By Student's t, at the strictest step of Holm's correction. No number of a single context.
+        By Student's t, at the strictest step of Holm's correction. No number of so few contexts that no difference is
+        found, however large.
         """
+        if 2.0 ** (1 - self.units) * self.compared > 1 - self.confidence + 1e-12:
+            return math.nan
         quantiles = scipy.stats.t.ppf([1 - (1 - self.confidence) / (2 * self.compared), 0.8], self.units - 1)
         return float(quantiles.sum()) * self.error
 

@@ -127,7 +127,7 @@ def prompts(rows: pd.DataFrame, runs: Mapping[str, Run]) -> str:
     tokens, run = full["prompt_tokens"], runs[full["run"].iloc[0]]
     said = f"Prompts have {tokens.min():,.0f} to {tokens.max():,.0f} tokens, {tokens.mean():,.0f} on average"
     how = {"chat": "within the model's chat template", "raw": "in plain text"}.get(str(run.setup.get("template")))
-    said += f"; they are asked {how}" if how else ""
+    said += f"; questions are asked {how}" if how and (full["kind"] != "nll").any() else ""
     said += f"; the text is {run.text}" if run.text else ""
     examples, contexts = len(full), full["context"].nunique()
     if contexts < examples:

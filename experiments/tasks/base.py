@@ -18,6 +18,9 @@ from kvjax.experiments.core import metrics
 
 MARK: Final = "\ue000\ue001\ue000"
 """Stands in a chat where the context ends; private characters, which no text has."""
+_PROBE: Final = 'It\'s a "Test" of <b> & 1, 2.\n\n> Lines\tof\n  text;' + " and more words" * 400 + "."
+"""A text that templates which rewrite, quote or cut messages do not leave as it is."""
+_LONGEST: Final = 600  # letters of a sentence
 Protocol = Literal["in_prompt", "after_compression"]
 Tokens = tuple[int, ...]
 S = TypeVar("S")
@@ -177,7 +180,7 @@ class Task:
         found, tokens = [0], 0
         for i, ids in enumerate(self._sentences, 1):
             tokens += len(ids)
-            if tokens >= self.length:
+            if tokens >= self.length * 9 // 8:  # more than a prompt, as some sentences may be left out
                 found.append(i)
                 tokens = 0
         return tuple(found[:-1]) or (0,)
@@ -235,8 +238,16 @@ class Task:
 
 @functools.lru_cache(maxsize=4)
 def sentences(text: str) -> tuple[str, ...]:
-    """The sentences of a text, without white space around them."""
-    return tuple(s for part in _SENTENCE_END.split(text) if (s := part.strip()))
+    """The sentences of a text, without white space around them; long ones in parts, at a space where there is one."""
+    found: list[str] = []
+    for part in map(str.strip, _SENTENCE_END.split(text)):
+        while len(part) > _LONGEST:
+            cut = part.rfind(" ", 1, _LONGEST + 1)
+            cut = _LONGEST if cut < 0 else cut
+            found.append(part[:cut])
+            part = part[cut:].strip()
+        found += [part] if part else []
+    return tuple(found)
 
 
 def task_of(tokenizer: Any, length: int, seed: int, text: str = "", chat: bool = False) -> Task:
@@ -254,19 +265,24 @@ def task_of(tokenizer: Any, length: int, seed: int, text: str = "", chat: bool =
     task = Task(encode, bos, length, seed, text, tokenizer)
     if not chat:
         return task
-    before, after = in_chat(tokenizer, MARK)
-    return dataclasses.replace(task, chat=(tuple(encode(before)), tuple(encode(after))))
+    before, after = in_chat(tokenizer, _PROBE, _PROBE)
+    ends = before.removesuffix(_PROBE), after.removeprefix(_PROBE)
+    return dataclasses.replace(task, chat=(tuple(encode(ends[0])), tuple(encode(ends[1]))))
 
 
-def in_chat(tokenizer: Any, message: str) -> tuple[str, str]:
-    """What a chat template writes before and after the `MARK` in a user's message, to where the model's turn begins.
+def in_chat(tokenizer: Any, context: str, question: str) -> tuple[str, str]:
+    """What a chat template writes of a user's message up to the end of its context, and from there to the model's turn.
+
+    White space around the message may go.
 
     Raises:
-      ValueError: no template, or one that refuses the message or writes it several times.
+      ValueError: no template, or one that refuses the message, writes it several times or rewrites it.
     """
+    if MARK in context + question:
+        raise ValueError(f"the text has the private characters {MARK!r}, which mark where a context ends")
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the tokenizer has no chat template; give --template raw")
-    chat = [{"role": "user", "content": message}]
+    chat = [{"role": "user", "content": context + MARK + question}]
     try:
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     except Exception as e:  # a template is code of the model's authors, and raises what it likes
@@ -274,6 +290,8 @@ def in_chat(tokenizer: Any, message: str) -> tuple[str, str]:
     before, *after = text.split(MARK)
     if len(after) != 1:
         raise ValueError(f"the chat template writes a message {len(after)} times; give --template raw")
+    if not before.endswith(context.lstrip()) or not after[0].startswith(question.rstrip()):
+        raise ValueError("the chat template rewrites the message; give --template raw")
     return before, after[0]
 
 

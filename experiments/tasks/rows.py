@@ -19,7 +19,6 @@ from typing import Any, Final, Literal
 from kvjax.drivers.text import check_whole_text, encode
 from kvjax.experiments.core import metrics
 from kvjax.experiments.tasks.base import (
-    MARK,
     BadRow,
     Builder,
     Example,
@@ -141,9 +140,7 @@ class Rows:
         gap = "" if not question or question[-1].isspace() else "\n"
         if task.chat is None:
             return context, question + gap + prefix
-        if MARK in context + question:
-            raise ValueError(f"the text has the private characters {MARK!r}, which mark where a context ends")
-        before, after = in_chat(task.tokenizer, context + MARK + question)
+        before, after = in_chat(task.tokenizer, context, question)
         return before, after + prefix
 
     def _fitted(self, context: Sequence[int], others: int, task: Task) -> Tokens:
@@ -161,7 +158,8 @@ class Rows:
                 f"the context has {len(context)} tokens, question and answer {others}, but there is room for "
                 f"{task.limit}; shorten it, or give --truncate middle"
             )
-        first = 1 if self.truncate == "left" and context[0] == task.tokenizer.bos_token_id else 0
+        header = len(task.begin) if tuple(context[: len(task.begin)]) == task.begin else 0
+        first = min(header, room) if self.truncate == "left" else 0
         first = room // 2 if self.truncate == "middle" else first
         return (*context[:first], *context[len(context) - room + first :])
 

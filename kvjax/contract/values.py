@@ -72,6 +72,8 @@ def place(fn: Callable[..., Any]) -> str:
 
 def told_apart(x: Any) -> Any:
     """What fields are compared by: numbers with their kinds, as 1 token and the share 1.0 are equal to Python."""
+    if isinstance(x, frozenset):
+        return frozenset(map(told_apart, x))
     if isinstance(x, tuple):
         return tuple(map(told_apart, x))
     kinds = (bool, np.bool_), (int, np.integer), (float, np.floating)
@@ -121,8 +123,8 @@ def value(cls: type[T]) -> type[T]:
 
     if after is not None or not hasattr(cls, "__post_init__"):
         made.__post_init__ = check_fields if after is None else __post_init__
-    if "__eq__" not in vars(cls):
-        for name in ("_told", "_hash", "__eq__", "__hash__", "__getstate__"):
+    if not {"__eq__", "__hash__"} & {*vars(cls)}:
+        for name in {"_told", "_hash", "__eq__", "__hash__", "__getstate__"} - {*vars(cls)}:
             setattr(made, name, vars(_Compared)[name])
     return dataclasses.dataclass(frozen=True)(made)
 

@@ -134,7 +134,9 @@ def under(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> A
     prompt = not state.ready
     lengths = state.prompt_length
     lengths = lengths if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths)
-    plan, hparams = planned(policy, state.plan.infos, lengths, plan if prompt else state.plan)
+    plan, hparams = planned(
+        policy, state.plan.infos, lengths, plan if prompt else state.plan, held=not prompt and state.plan.fitted
+    )
     for i, p in enumerate(plan.layers):
         if prompt and any(isinstance(o, Reread) and o not in stats.names[i] for o in p.observe("replay")):
             raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")

@@ -216,8 +216,9 @@ def sides(claim: dict[str, Any], of: Any, likely: bool, early: np.ndarray) -> tu
     named = [*zip(a, b, strict=True)] if len(a) == len(b) else [*itertools.product(a, b)]
     x, y = (np.array([[of(pair[side], budget) for budget in budgets] for pair in named]) for side in (0, 1))
     means, full = np.array([x.mean(-1), y.mean(-1)]), of("full", 1.0).mean()
-    limit = not likely and (means.max() < 0.02 or means.min() > full - 0.02)
-    testable = kind == "keeps" or (not limit and bool((x != y).any()))
+    limit = not likely and (means.max() < 0.02 or (means.min() > full - 0.02 and means.max() < full + 0.04))
+    differ = bool((abs(x - y) > 1e-6).any())
+    testable = (likely or full >= 0.02) if kind == "keeps" else not limit and differ
     if kind == "small":
         small, large = ((x - y)[:, budgets.index(at(budgets))] for at in (min, max))
         return small, large, likely, testable
