@@ -77,7 +77,7 @@ def test_a_chat_is_split_where_its_context_ends(tmp_path, embedded, monkeypatch)
     e = asked("auto")
     for wrong in ("{{ m.content | upper }}", "{{ m.content[:300] }}", "> {{ m.content | replace('\n', ' ') }}"):
         monkeypatch.setattr(tokenizer, "chat_template", template.replace("{{ m.content }}", wrong))
-        with pytest.raises(ValueError, match="the chat template .* (the|a) message.*; give --template raw"):
+        with pytest.raises(ValueError, match=r"the chat template .* (the|a) message.*; give --template raw"):
             asked("auto")
     monkeypatch.setattr(tokenizer, "chat_template", template)
     assert asked("raw") == raw
