@@ -153,8 +153,8 @@ def test_files_take_what_they_are_for(stored, shallow, tiny, tmp_path):
         ({"path": tmp_path / "nowhere"}, "there is no file .*nowhere"),
         ({"model": tiny}, "holds a state of 1 layers, but the model has 3; give the model that read"),
         ({"model": other}, "holds the state of another model or version: of its"),
-        ({"model": (shallow[0], flipped)}, "the state of another model; give the model and parameters that read"),
-        ({"policy": methods.h2o(9)}, "made under another policy, with budget=8 and not budget=9; give the same"),
+        ({"model": (shallow[0], flipped)}, "holds the state of another model; give the model and parameters that read"),
+        ({"policy": methods.h2o(9)}, "was made under another policy, with budget=8 and not budget=9; give the same"),
     ):
         with pytest.raises(ValueError, match=message):
             load(**given)

@@ -188,7 +188,7 @@ def tokens():
 
 
 def check_logits(theirs, model, params):
-    """A left-padded batch is read and decoded; every row's logits are theirs, of the row alone."""
+    """A left-padded batch is read and decoded; every row's logits are theirs, of the row alone and in the batch."""
     ids, lengths = tokens(), (T, 12)
     prompt = all_logits(model, params, ids[:, :T], lengths)
     first, state = prefill(model, params, ids[:, :T], lengths=lengths, max_new_tokens=NEW)
@@ -203,6 +203,13 @@ def check_logits(theirs, model, params):
                 token = torch.tensor(ids[row : row + 1, T + i : T + i + 1])
                 out = fresh(token, use_cache=True, **{CACHE: out[CACHE]})
                 assert_close(rest[row, i], out.logits[0, -1])
+        if model.config.rope.kind not in ("dynamic", "longrope"):  # theirs scales every row by the longest one
+            mask = np.arange(T) >= T - np.array(lengths)[:, None]
+            positions = torch.tensor(np.maximum(np.cumsum(mask, 1) - 1, 0))
+            batch = theirs(
+                torch.tensor(ids[:, :T]), attention_mask=torch.tensor(mask.astype(int)), position_ids=positions
+            )
+            assert_close(first, batch.logits[:, -1])
 
 
 @pytest.mark.filterwarnings("ignore:a prompt of")  # some cross the original context

@@ -31,7 +31,6 @@ def test_numbers_of_other_kinds_make_other_values():
                 other = copy.copy(one)
                 object.__setattr__(other, f.name, int(x) if isinstance(x, float) else float(x))
                 assert other != one
-                assert hash(other) != hash(one)
                 tried += 1
     assert tried > 100
 

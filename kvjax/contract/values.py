@@ -5,7 +5,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -70,38 +70,14 @@ def place(fn: Callable[..., Any]) -> str:
     return repr(fn) if code is None else f"{fn.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def told_apart(x: Any) -> Any:
-    """What fields are compared by: numbers with their kinds, as 1 token and the share 1.0 are equal to Python."""
-    if isinstance(x, frozenset):
-        return frozenset(map(told_apart, x))
-    if isinstance(x, tuple):
-        return tuple(map(told_apart, x))
-    kinds = (bool, np.bool_), (int, np.integer), (float, np.floating)
-    kind = next((i for i, kind in enumerate(kinds) if isinstance(x, kind)), None)
-    return x if kind is None else (kind, x)
-
-
-class _Compared:
-    """How values compare and hash: by `told_apart` fields, found once, as compiled programs ask at every call."""
-
-    @functools.cached_property
-    def _told(self) -> tuple[Any, ...]:
-        fields = dataclasses.fields(cast(Any, self))
-        return tuple(told_apart(getattr(self, f.name)) for f in fields if f.compare)
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((type(self), self._told))
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is type(self) and self._told == other._told)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which is another one in another process."""
-        return {name: x for name, x in vars(self).items() if name not in ("_told", "_hash")}
+# Values are equal whose fields are, with numbers of the same types: 1 token and the share 1.0 are two values.
+_fields: Callable[[Any], tuple[Any, ...]] = lambda x: tuple(
+    getattr(x, f.name) for f in dataclasses.fields(x) if f.compare
+)
+_kinds: Callable[[Any], list[type]] = lambda x: [*map(type, jax.tree.leaves(_fields(x)))]
+_equal: Callable[[Any, Any], bool] = lambda x, y: (
+    x is y or (type(x) is type(y) and _fields(x) == _fields(y) and _kinds(x) == _kinds(y))
+)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))
@@ -124,8 +100,7 @@ def value(cls: type[T]) -> type[T]:
     if after is not None or not hasattr(cls, "__post_init__"):
         made.__post_init__ = check_fields if after is None else __post_init__
     if not {"__eq__", "__hash__"} & {*vars(cls)}:
-        for name in {"_told", "_hash", "__eq__", "__hash__", "__getstate__"} - {*vars(cls)}:
-            setattr(made, name, vars(_Compared)[name])
+        made.__eq__ = _equal
     return dataclasses.dataclass(frozen=True)(made)
 
 
