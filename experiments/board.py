@@ -2,7 +2,8 @@
 
     python experiments/board.py --model smollm2-135m-instruct
     python experiments/board.py --model varied --methods snapkv h2o --bytes 0.25 --examples 8
-    python experiments/board.py --protect 4 16
+    python experiments/board.py --protect 4 16 --window 16
+    python experiments/board.py --tune 7
     python experiments/board.py --policy my.py:make
 
 A method's budget is the largest whose keys and values, with room for the longest answer of the part, take no more than
@@ -34,7 +35,17 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax import configs, models
-from kvjax.configs.experiment import Experiment, Made, Setup, changed, check_distinct, check_whole, with_params
+from kvjax.configs.experiment import (
+    BUDGETS,
+    Budget,
+    Experiment,
+    Made,
+    Setup,
+    changed,
+    check_distinct,
+    check_whole,
+    with_params,
+)
 from kvjax.experiments.core import job, metrics, stats
 from kvjax.experiments.core.command import check_output, run_options, write_page
 from kvjax.experiments.core.engine import Shape, shapes
@@ -68,6 +79,13 @@ class Part:
     beside_full: bool = False
 
 
+CONTROLS: Final = "random", "random_protected", "streaming_llm"
+"""What every table has: random tokens, bare and with `PROTECTED` ones, and the first and last tokens."""
+PROTECTED: Final = (4, 16)
+TRIES: Final = None, (4, 16), (4, 64), (16, 128)
+"""First and last tokens that stay, of the settings that `Board.tune` chooses among; None are a method's own."""
+_TRIED: Final = " protecting "
+
 _ONE = ("single_needle", "several_needles", "key_value"), ("niah_single_2", "niah_multikey_1")
 PARTS: Final = {
     "in_prompt": Part("one value, asked in the prompt", *_ONE),
@@ -86,7 +104,7 @@ class Board:
 
     Attributes:
       model: "embedded" or "varied" for a model that comes with the project, or a checkpoint.
-      methods: configs; if not given, all that can be made for the model.
+      methods: configs, beside which `CONTROLS` run; if not given, all that can be made for the model.
       policy: methods of one's own beside them, path.py:make each; make(budget) returns a policy, or
         one and its learned parameters.
       bytes: shares of the full cache's bytes.
@@ -94,6 +112,9 @@ class Board:
       parts: what is asked; if not given, all that can be asked of the model.
       metrics: more measures of answers that are compared with the full cache's, such as bleu and rouge_l.
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
+      window: last rows of the prompt that vote, of every method that lets them, in place of its own.
+      tune: a seed of held-out examples, as many as of every other: on them each method's tokens that always stay are
+        chosen among four settings, for every share of bytes and part anew. The page is of the others.
       examples: of each task.
       length: tokens of a prompt.
       text: a file of text in which facts are hidden and whose likelihood is asked for, in place of the project's.
@@ -112,6 +133,8 @@ class Board:
     parts: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     protect: tuple[int, int] | None = None
+    window: int | None = None
+    tune: int | None = None
     examples: int = 32
     length: int = 1024
     text: str | None = None
@@ -122,7 +145,12 @@ class Board:
     output: pathlib.Path | None = None
 
     def __post_init__(self):
-        check_whole(1, examples=self.examples, length=self.length)
+        check_whole(1, examples=self.examples, length=self.length, **_given(window=self.window))
+        if self.tune is not None and (self.protect is not None or self.tune in self.seeds or self.live):
+            raise ValueError(
+                f"tune={self.tune} chooses what is protected, at equal bytes, on a seed of its own; it goes without "
+                f"protect and live, and is none of the seeds {', '.join(map(str, self.seeds))}"
+            )
         if self.protect is not None and not (min(self.protect) >= 0 and sum(self.protect) < self.length):
             first, last = self.protect
             raise ValueError(
@@ -150,8 +178,14 @@ class Board:
     def directory(self) -> pathlib.Path:
         """Where everything goes."""
         kind = "" if self.protect is None else "-protect-{}-{}".format(*self.protect)
+        kind += "".join(f"-{name}-{value}" for name, value in _given(window=self.window, tune=self.tune).items())
         name = pathlib.PurePath(self.model).name + kind
         return pathlib.Path("results/board") / name if self.output is None else self.output
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Whose examples the page is of."""
+        return self.seed if isinstance(self.seed, tuple) else (self.seed,)
 
     def tasks(self, part: Part) -> tuple[str, ...]:
         """What a part asks of the model."""
@@ -165,8 +199,14 @@ class Board:
     def setup(self, part: Part) -> Setup:
         """Of the run of one part."""
         asked: dict[str, Any] = {"tasks": self.tasks(part), "answer": part.answer, "protocol": part.protocol}
-        asked |= {name: getattr(self, name) for name in ("model", "text", "examples", "length", "template", "seed")}
+        asked |= {name: getattr(self, name) for name in ("model", "text", "examples", "length", "template")}
+        asked["seed"] = self.seed if self.tune is None else (*self.seeds, self.tune)
         return Setup(**asked, dtype=self.dtype, batch_size=self.batch_size, baselines=(), slots="shared")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 # --- which policies ---
@@ -195,6 +235,14 @@ def budget_for(make: Callable[[int], Made], config: Any, share: float, run: Shap
     return budget if budget and taken(budget) is not None else None
 
 
+def random_protected(budget: tuple[Budget, ...] = BUDGETS, setup: Setup = Setup()) -> Experiment:
+    """Random tokens beside the first and last ones that stay: what is owed to their protection alone."""
+    made = configs.find("random")[1](budget=budget, setup=setup)
+    guard = lambda policy: kvjax.protect(policy, sinks=PROTECTED[0], recent=PROTECTED[1])
+    policies = tuple((share, changed(policy, guard)) for share, policy in made.policies)
+    return dataclasses.replace(made, name="random_protected", policies=policies)
+
+
 def experiment_of(board: Board, part: Part, own: str | None = None) -> Experiment:
     """All methods of a part, or one's own, their policies labelled by the share of bytes that was asked for."""
     from kvjax.models.weights import read_config  # imports Flax, which takes longer than --help should
@@ -203,31 +251,56 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
     config, tokenizer = read_config(locate(setup.source, weights=False)), models.load_tokenizer(setup.source)
     prompts, _ = build(setup, find_builders(setup), tokenizer, config)
     largest = shapes(prompts, config.max_position if config.learned_positions else None)[0]
-    first, last = board.protect or (0, 0)
-    protect = lambda p: p if board.protect is None else kvjax.protect(p, sinks=first, recent=last)
-    guard = lambda made: changed(made, protect)
+    named = dict.fromkeys([*(board.methods or configs.available()), *CONTROLS])
+    find: Any = lambda name: (name, random_protected) if name == "random_protected" else configs.find(name)
+    each = [config_of(own)] if own else map(find, named)
     beside = []
-    for name, get_config in [config_of(own)] if own else map(configs.find, board.methods or configs.available()):
+    for (name, get_config), kept in itertools.product(each, TRIES if board.tune is not None else (board.protect,)):
         try:
-            made = get_config(setup=setup)
-            policies = tuple((label, guard(policy)) for label, policy in made.policies)
-            if "budget" in inspect.signature(get_config).parameters:
-                make: Any = lambda budget, get=get_config: guard(get(budget=(budget,), setup=setup).policies[0][1])
-                each = [(f"bytes-{share:g}", budget_for(make, config, share, largest)) for share in board.bytes]
-                each = [(name, budget) for name, budget in each if budget is not None]
-                shares = [float(name.partition("-")[2]) for name, _ in each] if board.live else []
-                policies = tuple((name, make(n)) for name, n in [*each, *((f"live-{x:g}", x) for x in shares)])
+            policies, made = _policies(
+                board, get_config, setup, kept, lambda make, x: budget_for(make, config, x, largest)
+            )
         except ValueError as e:  # what has to be found of the model before, or no token that could be protected
-            if board.methods or own:
+            if kept is board.protect and (name in board.methods or own):
                 raise
             print(f"without {name}: {e}")
             continue
         if policies and name != "full":
-            beside.append(Experiment(name, policies, setup, made.options, origin=made.origin))
-    if not beside:
+            called = name if kept is board.protect else f"{name}{_TRIED}{kept[0]} and {kept[1]}"
+            beside.append(Experiment(called, policies, setup, made.options, origin=made.origin))
+    if not {e.name for e in beside} - {*CONTROLS}.difference(board.methods):
         shares = ", ".join(f"{share:g}" for share in board.bytes)
         raise ValueError(f"no method can work at {shares} of the full cache's bytes; give larger --bytes, or --length")
     return Experiment("full", ((1.0, kvjax.methods.full()),), setup, beside=tuple(beside))
+
+
+def _policies(
+    board: Board,
+    get_config: Callable[..., Experiment],
+    setup: Setup,
+    kept: tuple[int, int] | None,
+    budget_at: Callable[[Callable[[int], Made], float], int | None],
+) -> tuple[tuple[tuple[Any, Made], ...], Experiment]:
+    """A method's policies at every share of bytes that it can work at, and what its config returned.
+
+    Args:
+      board, setup: what to run.
+      get_config: of the method.
+      kept: the first and last tokens that stay; the method's own if None.
+      budget_at: the budget of a policy's function at a share.
+    """
+    first, last = kept or (0, 0)
+    protect = lambda p: p if kept is None else kvjax.protect(p, sinks=first, recent=last)
+    options = inspect.signature(get_config).parameters
+    same = {"setup": setup} | (_given(window=board.window) if "window" in options else {})
+    made = get_config(**same)
+    if "budget" not in options:
+        return tuple((label, changed(policy, protect)) for label, policy in made.policies), made
+    make: Any = lambda budget: changed(get_config(budget=(budget,), **same).policies[0][1], protect)
+    asked = {share: budget_at(make, share) for share in board.bytes}
+    each = {share: budget for share, budget in asked.items() if budget is not None}
+    found = [(f"bytes-{share:g}", make(budget)) for share, budget in each.items()]
+    return (*found, *((f"live-{share:g}", make(share)) for share in each if board.live)), made
 
 
 # --- what was found ---
@@ -247,6 +320,7 @@ class Found:
       contexts: the context of each example; None where no two share theirs.
       tasks: the task of each example.
       prompts: what they were asked in.
+      chosen: of every method and share, where `Board.tune` chose, the first and last tokens that stay.
     """
 
     part: Part
@@ -255,6 +329,7 @@ class Found:
     contexts: list[Any] | None
     tasks: list[str]
     prompts: str = ""
+    chosen: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
     @property
     def full(self) -> Number:
@@ -288,26 +363,68 @@ def _name(number: Number) -> str:
     return number["method"] if plain else f"{number['method']} {number['budget']}"
 
 
-def judged(part: Part, directories: Sequence[pathlib.Path]) -> tuple[Any, str]:
-    """The lines of finished runs, as `core.table.lines` makes them, with a part's scores; and what prompts were."""
+def judged(
+    part: Part, directories: Sequence[pathlib.Path], tune: int | None = None
+) -> tuple[Any, str, dict[tuple[str, str], str]]:
+    """The lines of finished runs, as `core.table.lines` makes them, with a part's scores.
+
+    Args:
+      part: what was asked.
+      directories: of the runs.
+      tune: the seed of held-out examples.
+
+    Returns:
+      The lines; what prompts were; and what `tuned` chose.
+    """
     from kvjax.experiments.core import sources, table, views  # import pandas, which takes longer than --help should
 
     found = sources.read(directories)
     lines = table.beside_full(found.lines) if part.beside_full else found.lines
-    return lines, views.prompts(table.examples(lines), {run.name: run for run in found.runs})
+    lines, chosen = (lines, {}) if tune is None else tuned(lines, tune)
+    return lines, views.prompts(table.examples(lines), {run.name: run for run in found.runs}), chosen
 
 
-def measured(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = ()) -> tuple[Found, Any]:
+def tuned(lines: Any, seed: int) -> tuple[Any, dict[tuple[str, str], str]]:
+    """Of each method and budget the lines with the setting that is best on held-out examples, without these.
+
+    Args:
+      lines: with all settings, as pandas' DataFrame.
+      seed: of the held-out examples.
+
+    Returns:
+      The lines, and of each method and budget which first and last tokens stay. Of settings that are equally good the
+      first is chosen, which is the method's own.
+    """
+    from kvjax.experiments.core import table
+
+    held, base = lines["seed"] == seed, lambda method: method.partition(_TRIED)[0]
+    rows = table.examples(lines[held])
+    quality = rows["value"].where(rows["kind"] == "score", -rows["value"])
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for (method, budget), mean in quality.groupby([rows["method"], rows["budget"]], sort=False).mean().items():
+        if mean > best.get((base(method), budget), (-math.inf,))[0]:
+            best[base(method), budget] = mean, method
+    chosen = {(method, budget) for (_, budget), (_, method) in best.items()}
+    own = lines[[not h and (m, b) in chosen for h, m, b in zip(held, lines["method"], lines["budget"], strict=True)]]
+    return own.assign(method=own["method"].map(base)), {
+        key: method.partition(_TRIED)[2] or "its own" for key, (_, method) in best.items()
+    }
+
+
+def measured(
+    part: Part, directories: Sequence[pathlib.Path], more: Sequence[str] = (), tune: int | None = None
+) -> tuple[Found, Any]:
     """What finished runs have found, and their rows as pandas' DataFrame.
 
     Args:
       part: what was asked.
       directories: of the runs.
       more: metrics, where answers are compared with the full cache's.
+      tune: the seed of held-out examples.
     """
     from kvjax.experiments.core import table
 
-    lines, prompts = judged(part, directories)
+    lines, prompts, chosen = judged(part, directories, tune)
     rows = table.examples(lines).sort_values(["task", "index"])
     every = table.numbers(lines, more if part.beside_full else ())
     written = lines.groupby(["method", "budget"])["tokens"].mean().rename("written")
@@ -317,7 +434,8 @@ def measured(part: Part, directories: Sequence[pathlib.Path], more: Sequence[str
     scores = {(str(method), str(budget)): own["value"].tolist() for (method, budget), own in each}
     first = next(own for _, own in each)
     columns = ["method", "budget", "task", "index", "context", "value", "kv_bytes", "kv_bytes_needed", "live"]
-    return Found(part, numbers, scores, table.clusters(first), first["task"].tolist(), prompts), rows[columns]
+    found = Found(part, numbers, scores, table.clusters(first), first["task"].tolist(), prompts, chosen)
+    return found, rows[columns]
 
 
 @functools.cache
@@ -347,8 +465,9 @@ def table(found: Found, share: float) -> str | Table:
     for n, (won, lost), c in zip(here, *wins(found, share), strict=True):
         verdict = "the best" if c is None else f"p = {c.p:.2g}, {c.verdict}"
         also = [at_live.get(n["method"], "")] if at_live else []
+        also += [found.chosen.get((n["method"], n["budget"]), "")] if found.chosen else []
         rows.append((*_cells(n), *also, str(won), str(lost), verdict))
-    also = ["at equal live tokens"] if at_live else []
+    also = ["at equal live tokens"] * bool(at_live) + ["first and last that stay"] * bool(found.chosen)
     return Table((*_CELLS, *also, "better than", "worse than", f"beside {_name(here[0])}"), rows)
 
 
@@ -488,6 +607,9 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
     shares = sorted(board.bytes, reverse=True)
     head, each = _title(parts, shares)
     kept = "each method's own" if board.protect is None else "the first {} and the last {}".format(*board.protect)
+    if board.tune is not None:
+        kept = f"chosen among four settings on as many held-out examples (seed {board.tune})"
+    kept += f"; rows that vote: {board.window}, where a method lets them" if board.window else ""
     text = "the project's text" if board.text is None else pathlib.PurePath(board.text).name
     blocks: list[str | Table] = [
         f"Model {board.model} in {board.dtype}, prompts of up to {board.length:,} tokens of {text}, {board.examples} "
@@ -526,7 +648,7 @@ def run(board: Board, command: list[str]) -> None:
             runs[directory] = experiment
         for directory, experiment in runs.items():
             job.run(experiment, directory, command)
-        parts[name], found = measured(PARTS[name], [*runs], board.metrics)
+        parts[name], found = measured(PARTS[name], [*runs], board.metrics, board.tune)
         rows.append(found.assign(part=name))
     figures = {"heat": heat(parts, shares), "curves": curves(parts, shares)}
     write_page(board.directory, "board", page(board, parts), figures, rows)

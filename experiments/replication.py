@@ -215,7 +215,7 @@ def scores_of(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], 
 
     from kvjax.experiments.core import table  # imports pandas, which takes longer than --help should
 
-    lines, prompts = judged(part, [directory])
+    lines, prompts, _ = judged(part, [directory])
     rows = table.examples(lines).sort_values(["task", "index"])
     there = {(str(m), str(b)): own for (m, b), own in rows.groupby(["method", "budget"], sort=False)}
     first = there["full", "1.0"]

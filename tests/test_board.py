@@ -8,6 +8,7 @@ import pytest
 from kvjax import methods
 from kvjax.experiments import board
 from kvjax.experiments.board import PARTS, Board, Found
+from kvjax.experiments.core import table
 from kvjax.experiments.core.engine import Shape
 from kvjax.models import ModelConfig
 from kvjax.models.embedded import EMBEDDED
@@ -53,12 +54,33 @@ def test_what_a_model_lacks_is_left_out_and_said(tmp_path, monkeypatch, capsys):
     size = {"model": str(tmp_path), "bytes": (0.5,), "examples": 1, "length": 320, "protect": (2, 8)}
     with pytest.raises(ValueError, match=r"there is no .*heads\.npy; make one"):
         board.experiment_of(Board(methods=("headkv",), **size), PARTS["in_prompt"])
-    (window,) = board.experiment_of(Board(**size), PARTS["in_prompt"]).beside
-    assert window.name == "window"
+    window, *controls = board.experiment_of(Board(**size), PARTS["in_prompt"]).beside
+    assert [window.name, *(e.name for e in controls)] == ["window", *board.CONTROLS]
     assert (window.policies[0][1].sinks, window.policies[0][1].recent) == (2, 8)
     said = capsys.readouterr().out
     assert "without headkv: there is no " in said
     assert "without fastgen: FastGen keeps no tokens by position alone" in said
+
+
+def test_settings_are_those_of_all_or_chosen_on_held_out_examples(tmp_path):
+    """A window reaches who lets rows vote; tries are as many for every method; what is held out is in no number."""
+    size = {"methods": ("snapkv",), "bytes": (0.5,), "parts": ("perplexity",), "examples": 1, "length": 320}
+    (snapkv, *_) = board.experiment_of(Board(window=24, **size), PARTS["perplexity"]).beside
+    assert (snapkv.options, snapkv.policies[0][1].recent) == ("window=24", 24)
+    tried = board.experiment_of(Board(tune=7, **size), PARTS["perplexity"])
+    assert tried.setup.seed == (0, 7)
+    kept = [(p.sinks, p.recent) for e in tried.beside if e.name.startswith("random protecting ") for _, p in e.policies]
+    assert kept == [*board.TRIES[1:]]
+    names = ["a", "a protecting 4 and 16", "b"]
+    line = {"setting": "", "budget": "bytes-0.5", "task": "t", "question": 0, "metric": "f1", "tokens": 1, "run": "r"}
+    rows = [
+        {**line, "method": name, "index": i, "score": score, "policy": name, **({"seed": 7} if i > 1 else {})}
+        for name, scores in zip(names, ([1, 0, 0], [0, 0, 1], [0, 1, 0]), strict=True)
+        for i, score in enumerate(scores)
+    ]
+    own, chosen = board.tuned(table.lines(rows), 7)
+    assert own.groupby("method")["score"].apply(list).to_dict() == {"a": [0, 0], "b": [0, 1]}
+    assert chosen == {("a", "bytes-0.5"): "4 and 16", ("b", "bytes-0.5"): "its own"}
 
 
 def test_bytes_that_no_method_can_work_at_are_refused():
@@ -119,6 +141,7 @@ def test_where_the_full_cache_scores_nothing_the_map_is_empty():
         ({"parts": ("summary",)}, "summary cannot be asked of embedded, whose language has no words for it"),
         ({"metrics": ("rogue_l",)}, "rogue_l"),
         ({"metrics": ("bleu", "bleu")}, r"metrics has 'bleu' twice; give each once"),
+        ({"tune": 0}, r"tune=0 .* without protect and live, and is none of the seeds 0$"),
         ({"protect": (400, 700)}, r"protect 400 700 must be two numbers from 0 on, below length=1024 together"),
     ],
 )
@@ -154,12 +177,12 @@ def test_a_board_is_written_and_goes_on(tmp_path, capsys):
     text = (tmp_path / "board.md").read_text()
     measures = text.split("how far answers are the full cache's, %")[1].split("\n")
     assert measures[2] == "| bytes | method | same | prefix | edit_similarity | f1 |"
-    assert sorted(line.split("|")[2].strip() for line in measures[4:6]) == ["h2o", "window"]
+    assert sorted(line.split("|")[2].strip() for line in measures[4:9]) == sorted(["h2o", "window", *board.CONTROLS])
     assert "## One value, asked after compression, 50 % of the bytes" in text
     assert text.count("\n| window |") == 4
     assert min((tmp_path / name).stat().st_size for name in ("heat.png", "curves.png")) > 10_000
     rows = gzip.decompress((tmp_path / "scores.csv.gz").read_bytes()).decode().splitlines()
-    assert len(rows) == 1 + 3 * (3 + 3 + 1 + 1)
+    assert len(rows) == 1 + 6 * (3 + 3 + 1 + 1)
     file = tmp_path / "mine.py"
     file.write_text("import kvjax\n\n\ndef make(budget):\n    return kvjax.methods.streaming_llm(budget)\n")
     capsys.readouterr()
@@ -178,6 +201,6 @@ def test_methods_at_equal_live_tokens_have_a_column_beside(tmp_path):
     assert [(row[0], row[7]) for row in made.rows] == [("a", "75.0 [0.0, 100.0]"), ("b", "")]
     assert "at equal live tokens" not in board.table(found(number("a", 0.2, 0.5), a=[0.5]), 0.25).head
     size = {"methods": ("window",), "bytes": (0.5,), "parts": ("perplexity",), "examples": 1, "length": 320}
-    (window,) = board.experiment_of(Board(live=True, **size), PARTS["perplexity"]).beside
+    window, *_ = board.experiment_of(Board(live=True, **size), PARTS["perplexity"]).beside
     assert [name for name, _ in window.policies] == ["bytes-0.5", "live-0.5"]
     assert window.policies[1][1].budget == 0.5
