@@ -84,6 +84,8 @@ CONTROLS: Final = "random", "random_protected", "streaming_llm"
 PROTECTED: Final = (4, 16)
 TRIES: Final = None, (4, 16), (4, 64), (16, 128)
 """First and last tokens that stay, of the settings that `Board.tune` chooses among; None are a method's own."""
+HEADLINE: Final = 0.25
+"""The share of bytes that a page's title is of, said before anything runs."""
 _TRIED: Final = " protecting "
 
 _ONE = ("single_needle", "several_needles", "key_value"), ("niah_single_2", "niah_multikey_1")
@@ -587,12 +589,9 @@ def mark(axes: Axes, i: int, at: float, ends: Sequence[float], hollow: bool, **l
 
 
 def _title(parts: Mapping[str, Found], shares: Sequence[float]) -> tuple[str, list[str]]:
-    """What is to be seen at the bytes that tell methods apart best: a line, and a line a part."""
+    """What is to be seen at `HEADLINE`, or the share of bytes that is nearest to it: a line, and a line a part."""
     level = lambda found, share: sum(c is None or c.verdict != "worse" for c in wins(found, share)[1])
-    there = lambda share: min(len(found.at(share)) for found in parts.values())
-    most = max(map(there, shares))  # where few methods can work, there is little to be told apart
-    among = [share for share in sorted(shares) if 2 * there(share) > most]
-    at = min(among, key=lambda share: sum(level(found, share) for found in parts.values()))
+    at = min(shares, key=lambda share: abs(share - HEADLINE))
     total = max(len(found.at(at)) for found in parts.values())
     return f"Of {total} methods at {100 * at:.4g} % of the bytes, not worse than the best:", [
         f"{level(found, at)} by {found.part.title}" for found in parts.values()
@@ -623,7 +622,9 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
     ]
     for found in parts.values():
         title = found.part.title.capitalize()
-        blocks += [f"{title}: {found.prompts}"] * bool(found.prompts)
+        how = collections.Counter(n.get("interval") for n in found.numbers)
+        by = ", ".join(f"{method} ({count})" for method, count in how.items() if method)
+        blocks += [f"{title}: {found.prompts} Intervals: {by}."] * bool(found.prompts)
         for share in shares:
             blocks += [f"## {title}, {100 * share:.4g} % of the bytes", table(found, share)]
         cells = [_cells(n) for n in beyond(found, shares)]

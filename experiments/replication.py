@@ -14,6 +14,7 @@ import importlib
 if __name__ == "__main__":  # before imports that take seconds
     importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
 
+import collections
 import dataclasses
 import json
 import math
@@ -295,13 +296,16 @@ def page(rows: Sequence[Row], options: Replication, prompts: Mapping[str, str] |
     """`replication.md`; `prompts` says what they were by model and part."""
     count = {w: sum(row.word == w for row in rows) for w in (*WORDS.values(), UNTESTABLE)}
     each = ", ".join(f"{n} {'hold' if w == 'holds' else w}" for w, n in count.items())
+    tests = ", ".join(f"{n} by {x}" for x, n in collections.Counter(row.comparison.test for row in rows).items())
     text = options.text and f" (text {pathlib.PurePath(options.text).name} where it is not the project's)"
     blocks: list[str | Table] = [
         f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
         f"{', '.join(options.models)}{text or ''}; policies with each paper's settings, each evicting from the whole "
         "prompt at once, at shares of it. Differences are points of the score, of perplexities the other's over the "
         "method's, above 1 where the method is better; with 95 % intervals. A word is by a paired test on the same "
-        "examples, adjusted for all claims of a model (Holm). For a claim to keep a share of the full cache's "
+        f"examples ({tests}), adjusted for all tries on this page (Holm). Intervals are Tango's beside McNemar's "
+        "test, else they hold what sign flips do not rule out, or are Student's where these can decide nothing. For a "
+        "claim to keep a share of the full cache's "
         f"score, the difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent "
         "less; for the gain at small budgets, between gains at the smallest and the largest; for the beginning, "
         "between the share of what is kept there and a half. Least: the difference that such a test finds in 80 % of "
@@ -359,9 +363,9 @@ def run(options: Replication, command: list[str]) -> None:
             scores, found, prompts[f"{name}, {PARTS[part].title}"] = scores_of(PARTS[part], directory, called)
             tables.append(found.assign(model=name, part=part)[["model", "part", *_COLUMNS]])
             own += [Row(c, name, part, *scores.decided(c)) for c in every if c.kind != "early"]
-        own += _early(options, name, [c for c in every if c.kind == "early"])
-        each = stats.adjusted([row.comparison for row in own])
-        rows += [row._replace(comparison=c) for row, c in zip(own, each, strict=True)]
+        rows += [*own, *_early(options, name, [c for c in every if c.kind == "early"])]
+    each = stats.adjusted([row.comparison for row in rows])
+    rows = [row._replace(comparison=c) for row, c in zip(rows, each, strict=True)]
     rows.sort(key=lambda row: every.index(row.claim))
     write_page(options.output, "replication", page(rows, options, prompts), {"claims": plot(rows)}, tables)
 

@@ -117,7 +117,7 @@ def test_wins_are_counted_over_all_pairs_and_what_the_best_beats_is_hollow():
     np.testing.assert_allclose(axes.images[0].get_array()[:, 0], [0, 90, 100])
 
 
-def test_the_title_is_of_bytes_at_which_most_methods_run():
+def test_the_title_is_of_a_share_of_bytes_that_was_fixed_before():
     numbers = [number("full", 1.0, 1.0, "1.0"), number("a", 0.25, 1.0), number("b", 0.25, 0.9)]
     numbers.append(number("a", 0.1, 0.5, "bytes-0.1"))
     of = found(*numbers, full=[1.0] * 12, a=[1.0] * 12, b=[0.9] * 12)

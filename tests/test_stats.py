@@ -228,3 +228,17 @@ def test_nothing_is_found_of_so_few_that_no_difference_is():
     scores = [0.2, 0.21, 0.23, 0.2, 0.24]
     assert math.isnan(compare(scores, [0.0] * 5).least)
     assert compare([*scores, 0.22], [0.0] * 6).least > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "clusters", "method"),
+    [
+        ("score", [0.0, 1.0] * 15, None, "Wilson's"),
+        ("score", [0.0, 1.0] * 15, [*range(10)] * 3, "Student's over 10 contexts"),
+        ("score", [i / 30 for i in range(30)], None, "BCa bootstrap"),
+        ("score", [0.5] * 30, None, "Wilson's of equal means"),
+        ("nll", [0.1, 0.2, 0.3, 0.2], [*"abac"], "Student's in log space over 3 contexts"),
+    ],
+)
+def test_a_page_can_say_how_its_intervals_were_made(kind, values, clusters, method):
+    assert stats.interval_method(kind, values, clusters) == method

@@ -87,6 +87,17 @@ def interval(
     return wilson(scores, confidence) if _proportions(x, units) else _mean(units, (0.0, 1.0), confidence)
 
 
+def interval_method(
+    kind: Literal["score", "nll"], values: Sequence[float], clusters: Labels = None, tasks: Labels = None
+) -> str:
+    """By which method `INTERVAL[kind]` of the same arguments makes its interval."""
+    units = _units(np.asarray(values, float), clusters, tasks)
+    if kind == "score" and _proportions(np.asarray(values, float), units):
+        return "Wilson's"
+    over = "" if clusters is None else f" over {len(units.sizes)} contexts"
+    return f"Student's in log space{over}" if kind == "nll" else f"{_method(units, 1.0)}{over}"
+
+
 class Median(NamedTuple):
     """A median between two of the values that it is of.
 
@@ -313,13 +324,21 @@ def _student(units: _Units, confidence: float) -> Interval:
     return Interval(units.mean, low, high)
 
 
+def _method(units: _Units, width: float) -> Literal["Wilson's of equal means", "BCa bootstrap", "Student's"]:
+    """What makes the interval of a mean of values that differ by no more than `width`."""
+    alike = np.ptp(units.totals / units.sizes) < 1e-12
+    if alike and math.isfinite(width):
+        return "Wilson's of equal means"
+    return "BCa bootstrap" if len(units.sizes) >= FEW and not alike else "Student's"
+
+
 def _mean(units: _Units, bounds: tuple[float, float], confidence: float) -> Interval:
     """The mean over rows and its interval, for values within `bounds`."""
-    n, mean, means = len(units.sizes), units.mean, units.totals / units.sizes
-    if np.ptp(means) < 1e-12 and math.isfinite(bounds[1] - bounds[0]):
+    n, mean, method = len(units.sizes), units.mean, _method(units, bounds[1] - bounds[0])
+    if method == "Wilson's of equal means":
         others = wilson([0.0] * n, confidence).high  # the share of units that may differ though none of n does
         return Interval(mean, mean - others * (mean - bounds[0]), mean + others * (bounds[1] - mean))
-    if n >= FEW and np.ptp(means) >= 1e-12:
+    if method == "BCa bootstrap":
         drawn = scipy.stats.bootstrap(
             tuple(units), _ratio, paired=True, vectorized=True, n_resamples=_RESAMPLES, batch=1 + 2_000_000 // n,
             confidence_level=confidence, method="BCa", rng=np.random.default_rng(0),

@@ -139,6 +139,7 @@ def _table(
         values, contexts = group["value"].tolist(), clusters(group)
         interval = stats.INTERVAL[kind](values, contexts, tasks=of_task)
         cell |= dict(zip(("value", "low", "high"), interval, strict=True)) | _costs(group)
+        cell["interval"] = stats.interval_method(kind, values, contexts, of_task)
         cell["metrics"] = ", ".join(sorted({*group["metric"].dropna()}))
         cell["parts"] = ", ".join(dict.fromkeys(tasks)) if task == AVERAGE else ""
         cell["runs"] = (*dict.fromkeys(group["run"]),)
