@@ -168,7 +168,7 @@ class Task:
 
     @functools.cached_property
     def _sentences(self) -> tuple[Tokens, ...]:
-        return tuple(self.ids(s.split()) for s in sentences(self.text))
+        return tuple(self.ids(s.split()) for s in whole_text(self.text))
 
     @functools.cached_property
     def passages(self) -> tuple[int, ...]:
@@ -236,7 +236,6 @@ class Task:
         return (*of_text[start:], *of_text[:start])
 
 
-@functools.lru_cache(maxsize=4)
 def sentences(text: str) -> tuple[str, ...]:
     """The sentences of a text, without white space around them; long ones in parts, at a space where there is one."""
     found: list[str] = []
@@ -248,6 +247,10 @@ def sentences(text: str) -> tuple[str, ...]:
             part = part[cut:].strip()
         found += [part] if part else []
     return tuple(found)
+
+
+whole_text = functools.lru_cache(maxsize=4)(sentences)
+"""`sentences` of a text that all examples read."""
 
 
 def task_of(tokenizer: Any, length: int, seed: int, text: str = "", chat: bool = False) -> Task:

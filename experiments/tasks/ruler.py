@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import scipy  # its parts are imported when they are first used
 
-from kvjax.experiments.tasks.base import Builder, Example, Question, Task, Tokens, example, sentences
+from kvjax.experiments.tasks.base import Builder, Example, Question, Task, Tokens, example, sentences, whole_text
 from kvjax.experiments.tasks.rows import Row, row_of
 from kvjax.experiments.tasks.text import check_enough, check_room, filler, most_that_fit
 
@@ -232,7 +232,7 @@ def _words_of(task: Task, index: int) -> tuple[str, ...]:
     """Words of the passage of an example, and behind it, more than fit; or of filler where there is no text."""
     if not task.text:
         return tuple(" ".join(filler(np.random.default_rng(task.seed), task.length)).split())
-    words = itertools.chain.from_iterable(s.split() for s in task.turned(sentences(task.text), index))
+    words = itertools.chain.from_iterable(s.split() for s in task.turned(whole_text(task.text), index))
     return tuple(itertools.islice(words, task.length + 1))
 
 

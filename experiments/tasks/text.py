@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvjax.experiments import corpus
-from kvjax.experiments.tasks.base import Task, Tokens, sentences
+from kvjax.experiments.tasks.base import Task, Tokens, whole_text
 
 _FEWEST_TOKENS = 4  # of a sentence of filler, which has seven words at least
 
@@ -26,7 +26,7 @@ def haystack(task: Task, name: str, index: int, room: int, without: Sequence[str
       room: how many tokens are needed at most.
       without: what no sentence may hold, in upper or lower case.
     """
-    found = task.turned(sentences(task.text), index) if task.text else filler(task.rng(name, index), room)
+    found = task.turned(whole_text(task.text), index) if task.text else filler(task.rng(name, index), room)
     banned = [word.lower() for word in without]
     return tuple(s for s in found if not any(word in s.lower() for word in banned)) if banned else found
 
