@@ -4,6 +4,7 @@
     python experiments/gpu_check.py --budget 2400          # everything, the whole sweep and all 32 layers included
     python experiments/gpu_check.py --only end_to_end      # one section gets all of the time
     python experiments/gpu_check.py --only sweep           # just the block sizes, to tune those in pallas_kernels
+    python experiments/gpu_check.py --only end_to_end --peers --layers 8    # a table beside transformers and kvpress
     python experiments/gpu_check.py --smoke                # the same code, tiny and interpreted, on CPU
 
 Sections run in order of value, each within its share of the time, in processes of their own: one that crashes, loses
@@ -14,6 +15,7 @@ and what was not reached. Times are medians; floors follow from ceilings measure
 
 import collections
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -50,6 +52,10 @@ from kvjax.pallas_kernels import blocks as bl
 from kvjax.pallas_kernels.api import Implementation
 
 OURS = ("snapkv", "full", "h2o")  # methods of end_to_end
+BESIDE_PEERS = ("full", "snapkv", "h2o", "ada_snapkv", "streaming_llm", "tova")
+PRESSES = ("transformers", "SnapKVPress", "AdaKVPress", "StreamingLLMPress", "TOVAPress")
+LEAST_SECONDS = 15.0  # with which a process of them begins
+MOST_WEIGHTS = 4096  # tokens of a prompt up to which kvpress's H2O, which holds all weights of a layer, is tried
 SETS = 8  # of arrays for a call that takes less time than its dispatch
 
 
@@ -240,32 +246,27 @@ def trials(
             yield f"mosaic {name}", functools.partial(kernel, **how, **options, stages=stages), given, said
 
 
-def end_to_end(
-    report: Report, implementations: Sequence[Implementation], depths: Sequence[int] = (8, 32), peers: bool = False
-) -> None:
+def end_to_end(report: Report, implementations: Sequence[Implementation], depths: Sequence[int] = (8, 32)) -> None:
     """Prefill and decode of a random model shaped like Llama 3 8B, a process for each method: peaks do not mix.
 
     First the least of its `depths` for every method, then the next while twice the time that the first took is left: a
-    row of few layers is worth more than none of many. With `peers` transformers reads and writes the same.
+    row of few layers is worth more than none of many.
     """
-    here = pathlib.Path(__file__).with_name("gpu")
-    methods = {name: [str(here / "model.py"), name] for name in OURS}
-    if peers:
-        peer = str(here / "peer.py")
-        methods |= {"transformers": [peer], "transformers, compiled": [peer, "--compiled"]}
+    worker = str(pathlib.Path(__file__).with_name("gpu") / "model.py")
     took: dict[str, float] = {}
     depths = (2,) if report.smoke else sorted(depths)
-    for layers, (i, (method, what)) in itertools.product(depths, enumerate(methods.items())):
+    for layers, (i, method) in itertools.product(depths, enumerate(OURS)):
         name, few = f"{method}, {layers} layers", layers == depths[0]
         if not few and method not in took:
             continue  # its few layers have failed
         if not report.reaches("end_to_end", name, needs=0.0 if few else 2 * took[method]):
             continue
         left = report.seconds_left("end_to_end")
-        limit = left / (len(methods) - i) if few else left
-        command = [sys.executable, *what, "--layers", str(layers)]
-        command += ["--smoke"] * report.smoke
-        command += ["--implementation", implementations[0]] if report.smoke and method in OURS else []
+        limit = left / (len(OURS) - i) if few else left
+        command = [sys.executable, worker, method, "--layers", str(layers)]
+        if report.smoke:
+            command += ["--smoke", "--prompt", "48", "--steps", "4", "--budget", "40"]
+            command += ["--implementation", implementations[0]]
         started = time.monotonic()
         run = watchdog.captured(command, limit)
         if run is None:
@@ -275,8 +276,85 @@ def end_to_end(
             measured = json.loads(run.stdout.splitlines()[-1])
             report.row("end_to_end", name, finished=True, **measured, process_s=took[method])
         else:
-            too_large = any(x in run.stderr for x in ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
-            report.row("end_to_end", name, ok=too_large and not few, finished=False, reason=run.stderr[-400:])
+            fits = not watchdog.too_large(run.stderr)
+            report.row("end_to_end", name, ok=not (fits or few), finished=False, reason=run.stderr[-400:])
+
+
+def beside_peers(
+    report: Report,
+    implementation: Implementation,
+    depths: Sequence[int],
+    prompts: Sequence[int],
+    batches: Sequence[int],
+    packages: pathlib.Path | None,
+    patience: float,
+) -> None:
+    """The same random model in kvjax, transformers and kvpress, methods at a quarter of the prompt.
+
+    One sequence first, longer prompts first; then more of them, shorter prompts first. One process a library measures
+    its methods one after another; what kills it is the row of the method that it was at, and another process measures
+    the rest. Methods are those of each library by its own defaults: kvpress evicts after the prompt alone, and its
+    AdaKVPress masks what it evicts. Arguments are those of `main`.
+    """
+    root = pathlib.Path(__file__).resolve().parents[1]
+    path = lambda *folders: {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, folders)))}
+    before = os.environ.get("PYTHONPATH")
+    peer, here = (sys.executable, "-m", "experiments.gpu.peer"), path(root, before)
+    libraries = [[("kvjax", (sys.executable, str(root / "experiments" / "gpu" / "model.py")), BESIDE_PEERS, here)]]
+    if packages is not None or importlib.util.find_spec("kvpress"):
+        libraries[0] += [("kvpress", peer, PRESSES, path(packages and packages.resolve(), root, before))]
+    if importlib.util.find_spec("torch"):
+        libraries += [[("transformers", peer, ("transformers", "compiled"), here)]]
+    sizes = sorted(itertools.product(batches, prompts), key=lambda x: (x[0], x[1] if x[0] > 1 else -x[1]))
+    for layers, some, (batch, prompt) in itertools.product(sorted(depths), libraries, sizes):
+        for library, worker, methods, variables in some:
+            every = [*methods, *["ObservedAttentionPress"] * (library == "kvpress" and prompt <= MOST_WEIGHTS)]
+            numbers = {"layers": layers, "prompt": prompt, "batch": batch, "steps": 12 if report.smoke else 64}
+            options = [text for key, number in numbers.items() for text in (f"--{key}", str(number))]
+            options += ["--budget", "0.25", *["--smoke"] * report.smoke]
+            options += ["--implementation", implementation] if report.smoke and library == "kvjax" else []
+            name = f"{library} {{}}, {prompt} tokens x {batch}, {layers} layers"
+            _rows(report, name, every, lambda left, to=worker, of=options: [*to, *left, *of], variables, patience)
+
+
+def _rows(
+    report: Report,
+    name: str,
+    methods: Sequence[str],
+    command: Callable[[Sequence[str]], Sequence[str]],
+    variables: dict[str, str],
+    patience: float,
+) -> None:
+    """Rows of a library's methods, from as many processes as it takes.
+
+    Args:
+      report: gets the rows as they come.
+      name: of a row, with `{}` for its method.
+      methods: in their order.
+      command: what measures those that are left, and prints what `watchdog.tell` does.
+      variables, patience: of `watchdog.followed`.
+    """
+    left, wrong = list(methods), ""
+
+    def line(text: str) -> None:
+        nonlocal wrong
+        if not text.startswith('{"method": '):
+            return  # libraries print, too
+        found = json.loads(text)
+        wrong, method = found.get("reason", ""), found.pop("method")
+        left.remove(method)
+        report.row("end_to_end", name.format(method), ok=not wrong or watchdog.too_large(wrong), **found)
+
+    while left:
+        at, before, wrong = left[0], len(left), ""
+        if not report.reaches("end_to_end", name.format(at), needs=0.0 if report.smoke else LEAST_SECONDS):
+            left.pop(0)
+            continue
+        limit = report.seconds_left("end_to_end")
+        code, said = watchdog.followed(command(left), limit, patience, line, variables)
+        if left and not (wrong and len(left) < before):
+            why = "killed at its limit" if code is None else f"the process ended with code {code}: {said[-400:]}"
+            report.row("end_to_end", name.format(left.pop(0)), ok=False, reason=why)
 
 
 NO_GPU = 2  # an exit code
@@ -357,6 +435,9 @@ def main(
     only: tuple[Section, ...] = get_args(Section),
     layers: tuple[int, ...] = (8, 32),
     peers: bool = False,
+    peers_path: pathlib.Path | None = None,
+    prompts: tuple[int, ...] = (32768, 4096),
+    batches: tuple[int, ...] = (1, 8),
     implementation: Literal["interpret", "triton", "mosaic_gpu"] | None = None,
 ) -> int:
     """Runs the sections.
@@ -368,11 +449,13 @@ def main(
       patience: seconds without a sign of life until a process is killed; 120 if None, 600 of a smoke run.
       only: sections that run.
       layers: of the models of end_to_end.
-      peers: measure transformers in end_to_end, too; needs PyTorch.
+      peers: end_to_end is a table beside transformers and kvpress; theirs needs PyTorch.
+      peers_path: a folder of packages, kvpress and the transformers that it wants, which its processes alone see.
+      prompts, batches: tokens of a sequence and sequences of that table.
       implementation: instead of all.
     """
     check_distinct("only", only)
-    check_whole(1, layers=layers)
+    check_whole(1, layers=layers, prompts=prompts, batches=batches)
     if budget < 0:
         raise ValueError(f"--budget {budget:g} must not be negative")
     needed = (*only, "ceilings") if "timings" in only else only
@@ -392,7 +475,11 @@ def main(
             if not report.device and watchdog.watched(command, report.file, patience) == NO_GPU:
                 return NO_GPU
             report.resume()
-            end_to_end(report, (implementation or "interpret",), layers, peers)
+            if not peers:
+                end_to_end(report, (implementation or "interpret",), layers)
+                continue
+            sizes = ((2,), (160,), (1, 2)) if smoke else (layers, prompts, batches)
+            beside_peers(report, implementation or "interpret", *sizes, peers_path, patience)
         elif supervise(report, command, names, patience) == NO_GPU:
             return NO_GPU
     print(

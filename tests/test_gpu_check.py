@@ -53,13 +53,45 @@ def test_everything(tmp_path):
     assert swept == {"flash", "colstats", "decode", "pool decode"}
 
 
-def test_transformers_reads_and_writes_the_same(tmp_path):
-    pytest.importorskip("torch")
+def test_a_table_beside_peers(tmp_path):
     report = smoke(tmp_path, "--only", "end_to_end", "--peers")
-    ours, theirs = report["rows"][:3], report["rows"][3:]
-    assert [r["name"] for r in theirs] == ["transformers, 2 layers", "transformers, compiled, 2 layers"]
-    assert {r["prompt"] for r in ours + theirs} == {48}
+    of = lambda library: [r for r in report["rows"] if r["name"].startswith(f"{library} ")]
+    ours = of("kvjax")
+    assert [r["name"].split()[1].strip(",") for r in ours] == [*gpu_check.BESIDE_PEERS] * 2
+    assert [r["batch"] for r in ours] == [1] * 6 + [2] * 6
+    assert {r["prompt"] for r in ours} == {160}
+    full, *evicting = [r["cache_bytes"] for r in ours[:6]]
+    assert all(held < full / 2 for held in evicting)
+    assert all(r["peak_bytes"] > r["parameter_bytes"] + r["cache_bytes"] for r in ours)
+    pytest.importorskip("torch")
+    theirs = of("transformers")
+    assert [r["name"].split()[1] for r in theirs] == ["transformers,", "compiled,"] * 2
     assert {r["parameter_bytes"] for r in theirs} == {r["parameter_bytes"] / 2 for r in ours}  # bfloat16 and float32
+
+
+def test_what_a_process_of_the_table_dies_at_is_a_row_and_another_measures_the_rest(tmp_path):
+    """One that says why it cannot go on is not blamed twice; memory that does not suffice is no failure."""
+    report = Report(tmp_path, 1000.0, True, ["end_to_end"])
+    code = """if 1:
+        import os, sys, time
+        from experiments.gpu.watchdog import tell
+        def measure(method):
+            match method:
+                case "hangs": time.sleep(1000)
+                case "dies": os._exit(7)
+                case "large": raise RuntimeError("CUDA out of memory")
+                case "lost": raise RuntimeError("CUDA error: an illegal memory access")
+            return {"pid": os.getpid()}
+        print("a library's word", flush=True)
+        tell(sys.argv[1:], measure)"""
+    methods = ["one", "large", "two", "lost", "dies", "three", "hangs"]
+    command = lambda left: [sys.executable, "-c", code, *left]
+    gpu_check._rows(report, "{}", methods, command, {**os.environ, "PYTHONPATH": str(ROOT)}, 10.0)
+    assert [(r["name"], r["ok"]) for r in report.rows] == [(m, m not in ("lost", "dies", "hangs")) for m in methods]
+    assert "code 7" in report.rows[4]["reason"]
+    assert report.rows[6]["reason"] == "killed at its limit"
+    one, two, three = (r["pid"] for r in report.rows if "pid" in r)
+    assert one == two != three
 
 
 def test_what_is_not_reached_is_said(tmp_path):
