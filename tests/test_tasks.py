@@ -13,8 +13,9 @@ import pytest
 
 from kvjax.experiments import corpus, tasks
 from kvjax.experiments.tasks import RULER, TASKS, Task, ruler
+from kvjax.experiments.tasks.base import sentences
 from kvjax.experiments.tasks.needle import CITIES, DEPTHS, LENGTHS, SANDWICH, needle
-from kvjax.experiments.tasks.text import cut_middle, grid, most_that_fit, sentences
+from kvjax.experiments.tasks.text import cut_middle, grid, most_that_fit
 
 LENGTH = 1500
 PERPLEXITY = "sliding_perplexity", "streaming_perplexity", "evicted_perplexity"
