@@ -167,6 +167,13 @@ def _models_on_gpus() -> Iterator[Any]:
             yield row["name"], f"{row['prefill_s']:.2f}", speed, peak
 
 
+def _beside_kvpress() -> Iterator[Any]:
+    for row in _on_gpus("end_to_end", "beside_kvpress.json"):
+        if row["ok"]:
+            sizes = f"{row['cache_bytes'] / 1e6:,.0f}", f"{row['peak_bytes'] / 1e9:.1f}"
+            yield row["name"], f"{row['prefill_s']:.3f}", f"{row['decode_tokens_s']:,.0f}", *sizes
+
+
 def claims(*path: str, without: str = "nothing") -> list[str]:
     """How many tries of papers' claims a page has, and how many have which word."""
     found = [cells[-1] for cells in rows(STORED.joinpath("replication", *path)) if without not in cells]
@@ -175,8 +182,9 @@ def claims(*path: str, without: str = "nothing") -> list[str]:
 
 
 _TABLES = (_main_job, _boards, _gates, _learned_scorer, _unseen, _learned_budget, _curves, _stream, _peers, _loading)
+_GPUS = (_kernels, _models_on_gpus, _beside_kvpress)
 VIEWS: dict[str, Callable[[], Any]] = {
-    view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _compiling, _kernels, _models_on_gpus)
+    view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _compiling, *_GPUS)
 }
 VIEWS["claims"] = lambda: claims("replication.md")
 VIEWS["claims-by-likelihood"] = lambda: claims("perplexity", "replication.md")
