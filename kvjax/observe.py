@@ -193,10 +193,10 @@ class ProjectedValueNorm:
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
         if inputs.out_proj is None:
             raise ValueError("ProjectedValueNorm needs the layer's output projection; give out_proj")
-        v, K = inputs.kv.v, inputs.kv.v.shape[1]
+        v, K, wide = inputs.kv.v, inputs.kv.v.shape[1], accumulator(inputs.kv.v.dtype)
         by_group = inputs.out_proj.reshape(K, -1, *inputs.out_proj.shape[1:]).swapaxes(0, 1).astype(v.dtype)
-        project = functools.partial(jnp.einsum, "bksh,khd->bksd", preferred_element_type=accumulator(v.dtype))
-        one = lambda w: jnp.abs(project(v, w)).sum(-1)
+        project = functools.partial(jnp.einsum, "bksh,khd->bksd", v.astype(wide))  # CPUs have none of mixed types
+        one = lambda w: jnp.abs(project(w.astype(wide))).sum(-1)
         return lax.map(one, by_group).mean(0)
 
 
