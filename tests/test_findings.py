@@ -67,7 +67,7 @@ def test_a_finding_is_written_once(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr(findings, "SCORES", {k: SCORES[k] for k in ("mean", "random")})
     monkeypatch.setattr(findings, "PROTECTIONS", {k: PROTECTIONS[k] for k in ("none", "first 4")})
     command = [name, "--prompts", "2", "--batch-size", "1", "--length", "96", "--follow", "4"]
-    command += ["--methods", "random", "mas"] if name == "lost" else []
+    command += ["--methods", "random", "mas", "--length", "256"] if name == "lost" else []
     command += ["--budget", "0.5", "--output", str(tmp_path)]
     findings.main(command)
     stored = tmp_path / f"{name}-embedded.npz"

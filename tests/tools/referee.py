@@ -329,11 +329,11 @@ def lost(page: pathlib.Path) -> Iterator[Said]:
     """Which answers hold the value, and in how many heads and layers its tokens are live."""
     with np.load(page.with_suffix(".npz")) as data:
         of, options = dict(data), json.loads(str(data["options"]))
-    value, budgets, ends = of["part"] == 2, options["budget"], []
+    value, budgets, means = of["part"] == 2, options["budget"], []
     begun, left = np.cumsum(value, 0), np.cumsum(value[::-1], 0)[::-1]
     kinds = {"live of the value, %": value, "first token": value & (begun == 1), "last token": value & (left == 1)}
     kinds["its key"] = of["part"] == 1
-    by_context = lambda x: [np.mean(x[of["context"] == c]) for c in np.unique(of["context"])]
+    by_context = lambda x: [np.mean(np.round(x, 9)[of["context"] == c]) for c in np.unique(of["context"])]
     for (_, rows), (k, share) in zip(tables(page), enumerate(budgets), strict=True):
         for row in rows:
             c = options["methods"].index(row["method"]) * len(budgets) + k
@@ -341,16 +341,17 @@ def lost(page: pathlib.Path) -> Iterator[Said]:
             each = {x: (live.mean((0, 1)) * kind).sum(0) / kind.sum(0) for x, kind in kinds.items()}
             each["beside it"] = of["near"][c].mean(0)
             right = [x in output for x, output in zip(of["value"], of["output"][c], strict=True)]
-            each["answers right, %"] = np.array(right)
+            each["answers right, %"] = 1.0 * np.array(right)
             layers = np.sum([(layer >= value).all(1).any(0) for layer in live], 0)
             made = len(live) * score(by_context(layers / len(live)))
             yield f"{where}, layers", row["layers with the whole value"], made, ".1f"
             for column, x in each.items():
                 yield f"{where}, {column}", row[column], 100 * score(by_context(x)), ".1f"
-            ends += [(each["last token"].mean(), each["first token"].mean(), row["method"])] if k == 0 else []
-    last, first, name = min(ends)
-    said = f"{name} has its first token in {100 * first:.0f} %, its last in {100 * last:.0f} % of heads"
-    yield "title", title(page), f"# The end of a value is lost: {said}", ""
+            means += (
+                [[x.mean() for x in (each["answers right, %"], layers, each["live of the value, %"])]] if k == 0 else []
+            )
+    right, *others = np.transpose(means)
+    yield "title", title(page), [scipy.stats.spearmanr(right, x).statistic for x in others], ".2f"
 
 
 def learned(page: pathlib.Path) -> Iterator[Said]:
