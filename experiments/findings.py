@@ -1,14 +1,17 @@
-"""Two questions to all methods: what decides, and how far the best is from hindsight.
+"""Three questions to all methods: what decides, how far the best is from hindsight, and what is lost.
 
     python experiments/findings.py what_decides --model smollm2-135m-instruct --text book.txt
     python experiments/findings.py to_hindsight --model smollm2-135m-instruct --text book.txt
+    python experiments/findings.py lost --model smollm2-135m-instruct --text book.txt
 
-Every policy evicts from the same reading of each prompt, and the tokens that follow are read with what is left: what is
-measured is how far the model's next-token distribution diverges from the full cache's (`kvjax.analysis.curves`).
-`what_decides` crosses scores, tokens that always stay and divisions of the budget, and says what share of the variance
-of log divergences, between means over prompts, each of them explains. `to_hindsight` sets published methods beside the
-masks that keep what the continuation attends to most. Written to `results/findings/`: a page, its picture, and
-`NAME-MODEL.npz`, the divergences of every policy, budget and prompt, to which batches of prompts are added as they end.
+The first two let every policy evict from the same reading of each prompt, and read the tokens that follow with what is
+left: what is measured is how far the model's next-token distribution diverges from the full cache's
+(`kvjax.analysis.curves`). `what_decides` crosses scores, tokens that always stay and divisions of the budget, and says
+what share of the variance of log divergences, between means over prompts, each of them explains. `to_hindsight` sets
+published methods beside the masks that keep what the continuation attends to most. `lost` asks for one value, as the
+board does, and traces in which layers and heads the fact is live when the answer begins. Written to
+`results/findings/`: a page, its picture, and `NAME-MODEL.npz`, what was measured of every policy, budget and prompt,
+to which batches of prompts are added as they end.
 """
 
 import importlib
@@ -28,23 +31,29 @@ from typing import Annotated, Any, Final, Literal
 
 import jax
 import numpy as np
+import scipy  # its parts are imported when they are first used
 import tyro
 from jaxtyping import Float
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvjax
-from kvjax import Evict, Policy, methods, models
+from kvjax import Evict, Policy, configs, methods, models
 from kvjax.analysis import Interval, curves, interval
-from kvjax.budgets import Pyramid, Schedule
-from kvjax.configs.experiment import Budget, check_distinct, check_whole
+from kvjax.budgets import STEP, Pyramid, Schedule
+from kvjax.configs.experiment import Budget, Setup, check_distinct, check_whole
+from kvjax.experiments.board import PARTS, PROTECTED
+from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import check_output, run_options, write_page
 from kvjax.experiments.core.page import Table, cell, markdown, percent
-from kvjax.experiments.core.setup import text_digest
+from kvjax.experiments.core.setup import Run, text_digest
 from kvjax.experiments.papers import prompts
 from kvjax.experiments.papers.base import message
-from kvjax.models.embedded import included
+from kvjax.experiments.papers.lost import BESIDE, KEY, VALUE, Record, ends, live_of, map_of, traced, whole
+from kvjax.models.embedded import INCLUDED, included
 from kvjax.models.written import write_bytes
+from kvjax.scores.attention import Mean, Votes
+from kvjax.scores.blends import Pooled
 
 Make = Callable[[Budget], Policy]
 Divergences = Float[np.ndarray, "P M B"]
@@ -67,6 +76,19 @@ DIVISIONS: Final[dict[str, dict[str, Any]]] = {
     "even": {}, "heads compete": {"heads": kvjax.Adaptive(0.5)}, "pyramid": {"layers": Pyramid()},
 }  # fmt: skip
 
+VARIANTS: Final[dict[str, Make]] = {
+    "random_protected": lambda b: kvjax.protect(methods.random(b), sinks=PROTECTED[0], recent=PROTECTED[1]),
+    "roco, last 64 stay": lambda b: kvjax.protect(methods.roco(b), sinks=0, recent=64),
+    "mas, last 64 stay": lambda b: kvjax.protect(methods.mas(b), sinks=0, recent=64),
+    "mas, of the last 64 rows": lambda b: Evict(Votes(64), b, 0, 64),
+    "mas, best of 7 neighbours": lambda b: Evict(Pooled(Mean(), "max", 7), b, 0, 64, when=STEP),
+}
+"""Policies that tell why RoCo and its mean attention (MAS) lose facts, and a control."""
+TRACED: Final = (
+    "random", "streaming_llm", "h2o", "tova", "snapkv", "ada_snapkv", "nacl", "roco", "mas", "ahakv", "keyformer",
+    "kvzip", "chunkkv", "defensivekv", *VARIANTS,
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
@@ -85,7 +107,7 @@ class Findings:
       output: where results go.
     """
 
-    name: Annotated[Literal["what_decides", "to_hindsight"], tyro.conf.Positional]
+    name: Annotated[Literal["what_decides", "to_hindsight", "lost"], tyro.conf.Positional]
     model: str = "embedded"
     text: pathlib.Path | None = None
     prompts: int = 24
@@ -102,6 +124,39 @@ class Findings:
         check_distinct("budget", [f"{100 * share:.4g} %" for share in self.budget])
         if not all(0 < share < 1 for share in self.budget):
             raise ValueError(f"budget {self.budget} must be shares of the prompt above 0 and below 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost(Findings):
+    """What to trace.
+
+    Attributes:
+      name: the question.
+      methods: configs, and names of `VARIANTS`.
+      prompts: of each task in which the board asks for one value.
+      follow: tokens of an answer, at most.
+    """
+
+    name: Annotated[Literal["lost"], tyro.conf.Positional] = "lost"
+    methods: tuple[str, ...] = TRACED
+    prompts: int = 32
+    follow: int = 16
+    budget: tuple[float, ...] = (0.5, 0.25)
+
+    @property
+    def setup(self) -> Setup:
+        """Of the prompts."""
+        part, text = PARTS["in_prompt"], None if self.text is None else str(self.text)
+        asked = {"tasks": part.own if self.model in INCLUDED else part.others, "examples": self.prompts, "text": text}
+        asked |= {name: getattr(self, name) for name in ("model", "length", "batch_size", "dtype")}
+        return Setup(**asked, answer=self.follow, baselines=())
+
+    @property
+    def policies(self) -> list[Run]:
+        """Every method at every budget."""
+        find = lambda name, share: configs.find(name)[1](budget=(share,), setup=self.setup).policies[0][1]
+        made = lambda name, share: VARIANTS[name](share) if name in VARIANTS else find(name, share)
+        return [(name, f"{share:g}", made(name, share)) for name in self.methods for share in self.budget]
 
 
 def crossed() -> dict[tuple[str, str, str], Make]:
@@ -234,6 +289,35 @@ def to_hindsight(options: Findings, kl: Divergences) -> tuple[str, Figure]:
     return _page(options, title, f"{first} methods", *tables), figure
 
 
+def lost(options: Lost, record: Record) -> tuple[str, Figure]:
+    """The page and the picture of what is live of facts."""
+    contexts, scores, sizes, num = record["context"].tolist(), record["score"], record["length"], len(options.budget)
+    (first, last), num_layers = ends(record), record["live"].shape[1]
+    shares = live_of(record, VALUE).mean(1), first, last, live_of(record, KEY).mean(1), record["near"].mean(1)
+    mean = lambda x: stats.interval(np.round(x, 9).tolist(), contexts)  # the bootstrap tells equal sums by their noise
+    layers, tables = whole(record), list[str | Table]()
+    head = "method", "answers right, %", "live of the value, %", "first token", "last token", "its key", "beside it"
+    for i, share in enumerate(options.budget):
+        rows = []
+        for c in sorted(range(i, len(scores), num), key=lambda c: (-scores[c].mean(), -layers[c].mean())):
+            of = cell(*(num_layers * x for x in mean(layers[c] / num_layers)))
+            rows.append((options.methods[c // num], *(percent(*mean(x[c])) for x in (scores, *shares)), of))
+        tables += [f"{100 * share:.4g} % of the prompt stays:", Table((*head, "layers with the whole value"), rows)]
+    live, held = (scipy.stats.spearmanr(scores[::num].mean(1), x[::num].mean(1)).statistic for x in (shares[0], layers))
+    title = (
+        f"Methods find what they keep whole: scores' rank correlation is {held:.2f} with the layers that have the "
+        f"whole value, {live:.2f} with the share of it that is live"
+    )
+    what = (
+        f"so many of each of {', '.join(options.setup.task_names)}, {sizes.min():,} to {sizes.max():,} tokens long "
+        f"(mean {sizes.mean():,.1f}), in {len({*contexts})} passages, over which intervals are, in a chat where there "
+        "is a template. Live is the share of (layer, head, token) when the answer begins, beside it that of the "
+        f"{BESIDE} tokens on either side of the fact; a layer has the whole value where one of its heads does"
+    )
+    figure = message(map_of(record, options.methods, options.budget), title, f"{options.model}, {len(sizes)} prompts")
+    return _page(options, title, what, *tables, over="Means"), figure
+
+
 def of_best(logs: Float[np.ndarray, "P M B"]) -> Float[np.ndarray, "M B"]:
     """The best policy of every budget: of each second prompt that which is best on the others, and the other way."""
     found, even = np.empty(logs.shape[1:]), np.arange(logs.shape[-1]) % 2 == 0
@@ -266,7 +350,7 @@ def _logs(kl: Divergences) -> Divergences:
 _ORACLES: Final = ("head", "layer", "model")
 
 
-def _page(options: Findings, title: str, what: str, *tables: str | Table) -> str:
+def _page(options: Findings, title: str, what: str, *tables: str | Table, over: str = "Geometric means") -> str:
     """Markdown of what was measured, and how it is measured again."""
     text = "the project's text" if options.text is None else options.text.name
     words = ["experiments/findings.py", options.name]
@@ -277,7 +361,7 @@ def _page(options: Findings, title: str, what: str, *tables: str | Table) -> str
             words += [f"--{field.name.replace('_', '-')}", *map(str, shown)]
     about = (
         f"Model {options.model} in {options.dtype}, {options.prompts} prompts of {options.length:,} tokens of {text}; "
-        f"the next {options.follow} are read with what is left; {what}. Geometric means over prompts, with 95 % "
+        f"the next {options.follow} are read with what is left; {what}. {over} over prompts, with 95 % "
         f"intervals. By `python {shlex.join(words)}`."
     )
     return markdown(title, about, f"![{title}]({_stem(options)}.png)", *tables)
@@ -296,38 +380,42 @@ def run(options: Findings) -> None:
     text = None if options.text is None else str(options.text)
     contents = {"text": text_digest(text), "model": models.fingerprint(included(options.model))}
     stored, asked = options.output / f"{stem}.npz", json.dumps(sizes | {"contents": contents}, default=str)
-    crossing = options.name == "what_decides"
-    kl = _stored(stored, asked)
-    if len(kl) and kl.shape[-1] == options.prompts:
+    crossing, record = options.name == "what_decides", _stored(stored, asked)
+    done = next(iter(record.values())).shape[-1] if record else 0
+    if done == options.prompts * (len(options.setup.task_names) if isinstance(options, Lost) else 1):
         print(f"{stored} is complete")
     else:
         policies, oracles = (crossed(), ()) if crossing else (published(), _ORACLES)
-        for found in measured(options, policies, oracles, kl.shape[-1]):
-            kl = np.concatenate([kl, found], -1) if len(kl) else found
+        kl = ({"kl": x.astype(np.float32)} for x in measured(options, policies, oracles, done))
+        for found in traced(options.setup, options.policies, done) if isinstance(options, Lost) else kl:
+            record = {name: np.concatenate([record[name], x], -1) if record else x for name, x in found.items()}
             content = io.BytesIO()
-            np.savez_compressed(content, kl=kl.astype(np.float32), options=asked)
+            np.savez_compressed(content, **record, options=asked)
             write_bytes(stored, content.getvalue())
-    page, figure = (what_decides if crossing else to_hindsight)(options, np.asarray(kl, np.float64))
+    if isinstance(options, Lost):
+        page, figure = lost(options, record)
+    else:
+        page, figure = (what_decides if crossing else to_hindsight)(options, record["kl"].astype(float))
     write_page(options.output, stem, page, {stem: figure})
 
 
-def _stored(file: pathlib.Path, asked: str) -> Divergences:
-    """The divergences of the prompts that have been measured for these options.
+def _stored(file: pathlib.Path, asked: str) -> Record:
+    """What has been measured for these options; nothing if nothing has.
 
     Raises:
       ValueError: those of others are there.
     """
     if not file.exists():
-        return np.zeros((0, 0, 0))
+        return {}
     with np.load(file) as data:
         if (there := str(data["options"])) != asked:
             raise ValueError(f"{file} was measured with {there}, not {asked}; give another --output")
-        return data["kl"].astype(float)
+        return {name: x for name, x in data.items() if name != "options"}
 
 
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    run_options(Findings, run, argv, "findings", __doc__)
+    run_options(Lost if "lost" in argv else Findings, run, argv, "findings", __doc__)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class Made:
     def forget(self):
         pass
 
-    def run(self, prompts, shown=None, full=None):
-        positions = [np.full((2, 3), self.size, np.int32)] * 2 if any(p.example is shown for p in prompts) else None
+    def run(self, prompts, shown=(), full=None):
+        positions = [[np.full((2, 3), self.size, np.int32)] * 2 for p in prompts if p.example in shown]
         return [[self.line(prompt, i) for i, _ in prompt.asked] for prompt in prompts], positions
 
     def line(self, prompt, i):

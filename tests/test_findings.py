@@ -2,13 +2,17 @@
 
 import dataclasses
 import itertools
+import types
 
 import numpy as np
 import pytest
 
 from kvjax.experiments import findings
 from kvjax.experiments.findings import DIVISIONS, PROTECTIONS, SCORES, Findings
+from kvjax.experiments.papers import lost
+from kvjax.experiments.tasks import Example, Question
 
+WORDS = "magic| numbers| for| red|-ox| is|:| |5|0|.| One| magic| numbers| for| blue|-|fox| is|:| |40|71|.".split("|")
 SIZES = len(SCORES), len(PROTECTIONS), len(DIVISIONS)
 
 
@@ -36,6 +40,16 @@ def test_the_best_method_beside_the_best_mask():
     ]
 
 
+def test_tokens_of_a_fact_are_found():
+    """The wanted needle's key and value, of two, in tokens with and without spaces."""
+    asked, tokenizer = Question(references=("4071",)), types.SimpleNamespace(decode=lambda ids: WORDS[ids[0]])
+    found = lost.fact_in(tokenizer, Example("niah", 0, (*range(len(WORDS)),), (asked,)))
+    pieces = [
+        "".join(w for w, part in zip(WORDS, found, strict=True) if part == kind) for kind in (lost.KEY, lost.VALUE)
+    ]
+    assert pieces == [" blue-fox", "4071"]
+
+
 def test_policies_are_crossed_and_published_ones_stay_within_a_budget():
     every = findings.crossed()
     assert len({make(0.25) for make in every.values()}) == len(every) == np.prod(SIZES)
@@ -46,13 +60,14 @@ def test_policies_are_crossed_and_published_ones_stay_within_a_budget():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["what_decides", "to_hindsight"])
+@pytest.mark.parametrize("name", ["what_decides", "to_hindsight", "lost"])
 def test_a_finding_is_written_once(tmp_path, capsys, monkeypatch, name):
     few = lambda of: lambda: dict(itertools.islice(of().items(), 4))
     monkeypatch.setattr(findings, "published", few(findings.published))
     monkeypatch.setattr(findings, "SCORES", {k: SCORES[k] for k in ("mean", "random")})
     monkeypatch.setattr(findings, "PROTECTIONS", {k: PROTECTIONS[k] for k in ("none", "first 4")})
     command = [name, "--prompts", "2", "--batch-size", "1", "--length", "96", "--follow", "4"]
+    command += ["--methods", "random", "mas", "--length", "256"] if name == "lost" else []
     command += ["--budget", "0.5", "--output", str(tmp_path)]
     findings.main(command)
     stored = tmp_path / f"{name}-embedded.npz"
@@ -62,11 +77,13 @@ def test_a_finding_is_written_once(tmp_path, capsys, monkeypatch, name):
     assert (tmp_path / f"{name}-embedded.png").stat().st_size > 10_000
     findings.main(command)
     assert "is complete" in capsys.readouterr().out
-    np.savez_compressed(stored, kl=before["kl"][..., :1], options=before["options"])  # as of an interrupted one
+    part = {key: x[..., :1] if x.ndim else x for key, x in before.items()}  # as of an interrupted one
+    np.savez_compressed(stored, **part)
     findings.main(command)
     assert "is complete" not in capsys.readouterr().out
     with np.load(stored) as data:
-        np.testing.assert_array_equal(data["kl"], before["kl"])
+        for key, x in before.items():
+            np.testing.assert_array_equal(data[key], x)
     monkeypatch.setattr(findings, "PROTECTIONS", {"both": (4, 16)})
     if name == "what_decides":
         with pytest.raises(SystemExit, match=r"keeps more than a budget of 10 tokens, as so few cannot hold"):

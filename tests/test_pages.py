@@ -75,9 +75,10 @@ def test_the_page_of_the_main_job_is_made_again(tmp_path):
 @pytest.mark.parametrize("file", sorted((STORED / "findings").glob("*.npz")), ids=lambda f: f.stem)
 def test_findings_are_made_again(file):
     with np.load(file) as data:
-        kl, options = data["kl"].astype(float), json.loads(str(data["options"]))
+        record, options = dict(data), json.loads(str(data["options"]))
     del options["contents"]
-    text = options["text"] and pathlib.Path(options["text"])
-    own = findings.Findings(**options | {"budget": tuple(options["budget"]), "text": text})
-    page, _ = getattr(findings, own.name)(own, kl)
+    tuples = {name: tuple(x) for name, x in options.items() if isinstance(x, list)}
+    text, of_facts = options["text"] and pathlib.Path(options["text"]), options["name"] == "lost"
+    own = (findings.Lost if of_facts else findings.Findings)(**options | tuples | {"text": text})
+    page, _ = getattr(findings, own.name)(own, record if of_facts else record["kl"].astype(float))
     assert page == file.with_suffix(".md").read_text()

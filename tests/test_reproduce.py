@@ -29,11 +29,11 @@ class MadeUp(Engine):
     def compile(self, full=None):
         pass
 
-    def run(self, prompts, shown=None, full=None):
+    def run(self, prompts, shown=(), full=None):
         if MadeUp.fails_after == 0:
             raise KeyboardInterrupt
         MadeUp.fails_after = None if MadeUp.fails_after is None else MadeUp.fails_after - 1
-        return [[self.made_up(prompt, i)] for i, prompt in enumerate(prompts)], None
+        return [[self.made_up(prompt, i)] for i, prompt in enumerate(prompts)], []
 
     def made_up(self, prompt, i):
         words = " ".join(str(token % 10) for token in prompt.tokens[-prompt.steps :])

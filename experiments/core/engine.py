@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -400,25 +400,25 @@ class Engine:
         return jnp.copy(full.logits), jax.tree.map(jnp.copy, applied(self.policy, state, full.stats, self.run_in))
 
     def run(
-        self, prompts: Sequence[Prompt], shown: Example | None = None, full: Full | None = None
-    ) -> tuple[list[list[Line]], list[np.ndarray] | None]:
+        self, prompts: Sequence[Prompt], shown: Collection[Example] = (), full: Full | None = None
+    ) -> tuple[list[list[Line]], list[list[np.ndarray]]]:
         """Reads a batch of prompts once, evicts, and answers the questions on a copy of the state each.
 
         Args:
           prompts: at most a batch.
-          shown: the example whose kept positions are wanted.
+          shown: the examples whose kept positions are wanted.
           full: what the prompts leave that were read for several policies; read here if None, or where the policy has
             to read by itself. Lines then have no `prefill_seconds`.
 
         Returns:
-          The lines of every prompt's questions; and the positions "K S" that every layer holds of the prompt of
-          `shown`, None if it is not among them.
+          The lines of every prompt's questions; and of each prompt whose example is among `shown` the positions "K S"
+          that every layer holds.
 
         Raises:
           ValueError: logits that are no numbers.
         """
         if self.texts:
-            return self._predicted(prompts), None
+            return self._predicted(prompts), []
         B = self.batch_size
         rows = [*prompts, *[prompts[0]] * (B - len(prompts))]
         if full is None or self.stored is None:
@@ -432,9 +432,8 @@ class Engine:
         checked_logits(logits, state)
         live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
         fitted = np.minimum(state.num_needed, self._needed()) @ self._slot_bytes
-        positions = None
-        if (at := next((b for b, row in enumerate(prompts) if row.example is shown), None)) is not None:
-            positions = [np.asarray(layer.head_pos[at]) for layer in state.layers]
+        wanted = [b for b, row in enumerate(prompts) if any(row.example is example for example in shown)]
+        positions = [[np.asarray(layer.head_pos[b]) for layer in state.layers] for b in wanted]
         found: list[list[Line]] = [[] for _ in prompts]
         decode_seconds, num_tokens = 0.0, 0
         rounds = max(len(row.asked) for row in rows)

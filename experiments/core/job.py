@@ -80,7 +80,7 @@ class Todo:
         self.records, self.prompts = records, prompts
         self.questions = sum(len(prompt.asked) for prompt in prompts)
         longest = lambda prompt: (prompt.example.task in tasks.NEEDLES, len(prompt.tokens))
-        self.shown = max(prompts, key=longest).example if prompts and shown else None  # whose kept positions are drawn
+        self.shown = [max(prompts, key=longest).example] if prompts and shown else []  # whose kept positions are drawn
 
     def keys(self, method: str, budget: str, prompts: Sequence[Prompt] | None = None) -> list[Key]:
         """What the lines of prompts' questions are named by; of all prompts if none are given."""
@@ -181,8 +181,8 @@ def _run_together(same: Sequence[Asked], todo: Todo, bar: tqdm) -> None:
                 for batch, x in mine:
                     if stopping.asked():
                         break
-                    found, positions = engine.run(batch, todo.shown, x)
-                    if positions is not None:
+                    found, kept = engine.run(batch, todo.shown, x)
+                    for positions in kept:
                         todo.records.keep(f"{method}@{budget}", positions)
                     bar.update(todo.write(method, budget, batch, found))
             if held[-1] is batches[-1]:

@@ -325,6 +325,35 @@ def what_decides(page: pathlib.Path) -> Iterator[Said]:
     yield "title", title(page), f"# What decides {said}", ""
 
 
+def lost(page: pathlib.Path) -> Iterator[Said]:
+    """Which answers hold the value, and in how many heads and layers its tokens are live."""
+    with np.load(page.with_suffix(".npz")) as data:
+        of, options = dict(data), json.loads(str(data["options"]))
+    value, budgets, means = of["part"] == 2, options["budget"], []
+    begun, left = np.cumsum(value, 0), np.cumsum(value[::-1], 0)[::-1]
+    kinds = {"live of the value, %": value, "first token": value & (begun == 1), "last token": value & (left == 1)}
+    kinds["its key"] = of["part"] == 1
+    by_context = lambda x: [np.mean(np.round(x, 9)[of["context"] == c]) for c in np.unique(of["context"])]
+    for (_, rows), (k, share) in zip(tables(page), enumerate(budgets), strict=True):
+        for row in rows:
+            c = options["methods"].index(row["method"]) * len(budgets) + k
+            live, where = of["live"][c], f"{row['method']}, {share}"
+            each = {x: (live.mean((0, 1)) * kind).sum(0) / kind.sum(0) for x, kind in kinds.items()}
+            each["beside it"] = of["near"][c].mean(0)
+            right = [x in output for x, output in zip(of["value"], of["output"][c], strict=True)]
+            each["answers right, %"] = 1.0 * np.array(right)
+            layers = np.sum([(layer >= value).all(1).any(0) for layer in live], 0)
+            made = len(live) * score(by_context(layers / len(live)))
+            yield f"{where}, layers", row["layers with the whole value"], made, ".1f"
+            for column, x in each.items():
+                yield f"{where}, {column}", row[column], 100 * score(by_context(x)), ".1f"
+            means += (
+                [[x.mean() for x in (each["answers right, %"], layers, each["live of the value, %"])]] if k == 0 else []
+            )
+    right, *others = np.transpose(means)
+    yield "title", title(page), [scipy.stats.spearmanr(right, x).statistic for x in others], ".2f"
+
+
 def learned(page: pathlib.Path) -> Iterator[Said]:
     """Losses on held-out prompts, and how much less they are than another's on the same."""
     scorer, name = page.parent.name == "learned_scorer", "unseen" if page.stem == "unseen" else "samples"
@@ -385,6 +414,7 @@ def pages(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, Iterator[Said]]]:
     kinds = {
         "board/*/board.md": board, "replication/**/replication.md": functools.partial(claims, every=every),
         "findings/to_hindsight-*.md": to_hindsight, "findings/what_decides-*.md": what_decides,
+        "findings/lost-*.md": lost,
         "learned_*/summary.json": learned, "learned_scorer/unseen.json": learned, "main_job/report.md": main_job,
     }  # fmt: skip
     for pattern, said in kinds.items():
