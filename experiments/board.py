@@ -435,9 +435,9 @@ def measured(
     each = rows.groupby(["method", "budget"], sort=False)
     scores = {(str(method), str(budget)): own["value"].tolist() for (method, budget), own in each}
     first = next(own for _, own in each)
-    columns = ["method", "budget", "task", "index", "context", "value", "kv_bytes", "kv_bytes_needed", "live"]
+    columns = ["method", "budget", "task", "index", "context", "value", "kv_bytes", "kv_bytes_needed", "live", "metric"]
     found = Found(part, numbers, scores, table.clusters(first), first["task"].tolist(), prompts, chosen)
-    return found, rows[columns]
+    return found, rows[columns].merge(table.answers(lines), how="left")
 
 
 @functools.cache

@@ -217,7 +217,7 @@ def scores_of(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], 
     from kvjax.experiments.core import table  # imports pandas, which takes longer than --help should
 
     lines, prompts, _ = judged(part, [directory])
-    rows = table.examples(lines).sort_values(["task", "index"])
+    rows = table.examples(lines).merge(table.answers(lines), how="left").sort_values(["task", "index"])
     there = {(str(m), str(b)): own for (m, b), own in rows.groupby(["method", "budget"], sort=False)}
     first = there["full", "1.0"]
     each = {("full", "1.0"): first} | {(name, b): there[own, b].assign(method=name) for (name, b), own in of.items()}
@@ -370,7 +370,7 @@ def run(options: Replication, command: list[str]) -> None:
     write_page(options.output, "replication", page(rows, options, prompts), {"claims": plot(rows)}, tables)
 
 
-_COLUMNS = ["method", "budget", "task", "index", "context", "value"]
+_COLUMNS = ["method", "budget", "task", "index", "context", "value", "metric", "output", "references"]
 
 
 def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]:

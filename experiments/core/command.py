@@ -109,7 +109,7 @@ def write_page(
     if rows:
         import pandas as pd  # which takes longer than --help should
 
-        content = pd.concat(rows).to_csv(index=False, float_format="%.6g").encode()
+        content = pd.concat(rows).to_csv(index=False, float_format="%.9g").encode()
         write_bytes(directory / "scores.csv.gz", gzip.compress(content, mtime=0))
     write_bytes(directory / f"{name}.md", text.encode())
     print(f"written to {directory}")

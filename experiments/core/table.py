@@ -6,6 +6,7 @@ and `averaged`, whether the task may be part of an average.
 """
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -74,6 +75,19 @@ def examples(found: pd.DataFrame) -> pd.DataFrame:
     table["kind"] = np.where(table["score"].notna(), "score", "nll")
     table["value"] = table["score"].where(table["score"].notna(), table["nll"] / table["weight"])
     return table[np.isfinite(table["value"])]
+
+
+def answers(found: pd.DataFrame) -> pd.DataFrame:
+    """A row an example that was answered: `output` and `references`, lists over its questions as JSON.
+
+    References are those of the full cache's rows alone, as all methods share them.
+    """
+    given = found[found["output"].notna()].sort_values("question")
+    columns = ["output", "references"]
+    rows = given.groupby(["method", "budget", "task", "index"], sort=False)[columns].agg(list).reset_index()
+    rows["references"] = rows["references"].where(rows["method"].map(is_full), None)
+    text = lambda x: json.dumps(x, ensure_ascii=False) if isinstance(x, list) else ""
+    return rows.assign(**{column: rows[column].map(text) for column in columns})
 
 
 def numbers(found: pd.DataFrame, measures: Sequence[str] = ()) -> pd.DataFrame:

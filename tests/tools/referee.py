@@ -14,6 +14,7 @@ is said of Theorem 4 and of heads, and their `summary.md`; and what was measured
 """
 
 import argparse
+import difflib
 import fractions
 import functools
 import itertools
@@ -59,21 +60,36 @@ def same(shown: str, made: Any, form: str) -> bool:
 # --- statistics ---
 
 
-def student(x: Any) -> np.ndarray:
+def together(x: Any, contexts: Any = None) -> np.ndarray:
+    """Sums and counts of what shares a context, "2 U", sorted; each alone if none are given."""
+    each = pd.DataFrame({"x": np.asarray(x, float), "of": range(len(x)) if contexts is None else contexts})
+    sums = each.groupby("of")["x"].agg([lambda own: math.fsum(own), "size"]).to_numpy()
+    return sums[np.lexsort(sums.T[::-1])].T
+
+
+def student(x: Any, contexts: Any = None) -> np.ndarray:
     """A mean and its interval."""
-    return np.mean(x) + np.array([0, -1, 1]) * scipy.stats.t.ppf(0.975, len(x) - 1) * scipy.stats.sem(x)
+    sums, counts = together(x, contexts)
+    off = (sums - np.mean(x) * counts) / counts.mean()
+    return np.mean(x) + np.array([0, -1, 1]) * scipy.stats.t.ppf(0.975, len(off) - 1) * scipy.stats.sem(off)
 
 
-def score(x: Any) -> np.ndarray:
-    """The mean of scores in [0, 1] and its interval: Wilson's of right and wrong, otherwise the BCa bootstrap's."""
-    x, mean = np.sort(x), np.mean(x)
-    wilson = lambda won: [*scipy.stats.binomtest(won, len(x)).proportion_ci(method="wilson")]
-    if np.isin(x, (0, 1)).all():
-        return np.array([mean, *wilson(int(x.sum()))])
-    if np.ptp(x) == 0:
+def score(x: Any, contexts: Any = None) -> np.ndarray:
+    """The mean of scores in [0, 1] and its interval: Wilson's of right and wrong, otherwise the BCa bootstrap's.
+
+    Student's of fewer than 20 contexts.
+    """
+    (sums, counts), mean, alone = together(x, contexts), np.mean(x), len({*contexts}) == len(x) if contexts else True
+    wilson = lambda won: [*scipy.stats.binomtest(won, len(sums)).proportion_ci(method="wilson")]
+    if alone and np.isin(x, (0, 1)).all():
+        return np.array([mean, *wilson(int(np.sum(x)))])
+    if np.ptp(sums / counts) < 1e-12:
         return mean + wilson(0)[1] * np.array([0, -mean, 1 - mean])
-    drawn = scipy.stats.bootstrap((x,), np.mean, n_resamples=9_999, rng=np.random.default_rng(0))
-    return np.array([mean, *drawn.confidence_interval])
+    if len(sums) < 20:
+        return np.clip(student(x, contexts), 0, 1)
+    ratio = lambda a, b, axis=-1: a.sum(axis) / b.sum(axis)
+    of = {"paired": True, "vectorized": True, "n_resamples": 9_999, "rng": np.random.default_rng(0)}
+    return np.array([mean, *scipy.stats.bootstrap((sums, counts), ratio, **of).confidence_interval])
 
 
 def mcnemar(won: Any, lost: Any) -> Any:
@@ -84,11 +100,16 @@ def mcnemar(won: Any, lost: Any) -> Any:
 def flips(d: np.ndarray) -> float:
     """In which share of all flips of signs the sum is at least as large, in size.
 
-    Up to 40 numbers by sums of either half; of more sums are nearly normal.
+    Up to 40 numbers by sums of either half; of more by all sums in steps of a hundred thousandth of their size.
     """
     d, reached = d[d != 0], abs(d.sum()) - 1e-9 * np.abs(d).sum()
     if len(d) > 40:
-        return 2 * scipy.stats.norm.sf(reached / np.sqrt((d**2).sum()))
+        unit = np.abs(d).min()
+        unit = unit if np.allclose(d / unit, np.rint(d / unit), atol=1e-6) else np.abs(d).sum() / 1e5
+        steps, ways = np.rint(np.abs(d) / unit).astype(int), np.ones(1)
+        for step in steps:
+            ways = (np.pad(ways, (0, 2 * step)) + np.pad(ways, (2 * step, 0))) / 2
+        return min(2 * ways[math.ceil(steps.sum() + reached / unit - 1e-6) :].sum(), 1.0)
     both = lambda sums, x: np.concatenate([sums - x, sums + x])
     one, other = (np.sort(functools.reduce(both, half, np.zeros(1))) for half in (d[::2], d[1::2]))
     short = np.searchsorted(other, reached - one[::-1]).sum()
@@ -158,16 +179,45 @@ def records(file: pathlib.Path, *by: str) -> dict[Any, pd.DataFrame]:
     return {key: own.set_index(["task", "index"]) for key, own in ordered.groupby([*by])}
 
 
-def pairs(values: np.ndarray) -> list[tuple[str, str, str]]:
-    """How many others each row is better and worse than, after Holm's correction for all; and it beside the first."""
+def pairs(values: np.ndarray, contexts: list[Any], shown: list[str]) -> list[tuple[str, str, str]]:
+    """How many others each row is better and worse than, after Holm's correction for all; and it beside the first.
+
+    contexts: of each column. shown: what the page says of each row beside the first, to which p may be near.
+    """
     first, second = np.triu_indices(len(values), 1)
+    plain = np.isin(values, (0, 1)).all() and len({*contexts}) == len(contexts)
+    shared = pd.factorize(np.array(contexts))[0][:, None] == np.arange(len({*contexts}))
     d, others = values[first] - values[second], len(values) - 1
-    plain = np.isin(values, (0, 1)).all()
+    d = d if plain else np.round(d @ shared, 12)
     p = holm(mcnemar((d > 0).sum(1), (d < 0).sum(1)) if plain else [*map(flips, d)])
     sign = np.where(p > 0.05 + 1e-12, 0, np.sign(d.sum(1)))
     count = lambda side: np.bincount(first, sign == side, others + 1) + np.bincount(second, sign == -side, others + 1)
-    told = [f"p = {x:.2g}, {'worse' if y else 'undecided'}" for x, y in zip(p[:others], sign[:others], strict=True)]
+    told = []
+    for x, y, said in zip(p[:others], sign[:others], shown[1:], strict=True):
+        word, near = "worse" if y else "undecided", re.match(r"p = (\S+), ", said)
+        same = near and abs(float(near[1]) - x) <= 0.05 * x  # of many contexts p is not known to all of its digits
+        told.append(f"p = {near[1] if same else f'{x:.2g}'}, {word}")
     return [*zip(*([f"{x:.0f}" for x in count(side)] for side in (1, -1)), ["the best", *told], strict=True)]
+
+
+def rated(own: pd.DataFrame, full: pd.DataFrame) -> float:
+    """What outputs score by their references, as the page's metric does, or beside the full cache's."""
+
+    def one(metric: str, output: str, references: list[str], theirs: str) -> float:
+        if metric in ("contains", "contains_all"):
+            held = [x.lower() in output.lower() for x in references]
+            return np.mean(held) if metric == "contains_all" else float(any(held))
+        if metric == "values_in_place":
+            text, wanted, *others = (" ".join(x.split()) for x in (output, *references))
+            return np.mean([text.startswith(wanted), *(x in text for x in others)])
+        if not output.strip() or not theirs.strip():
+            return float(not output.strip() and not theirs.strip())
+        return difflib.SequenceMatcher(None, output.split(), theirs.split(), autojunk=False).ratio()
+
+    each = zip(
+        own["metric"], *(x.map(json.loads) for x in (own["output"], full["references"], full["output"])), strict=True
+    )
+    return float(np.mean([np.mean([one(metric, *x) for x in zip(*asked, strict=True)]) for metric, *asked in each]))
 
 
 def board(page: pathlib.Path) -> Iterator[Said]:
@@ -182,7 +232,11 @@ def board(page: pathlib.Path) -> Iterator[Said]:
             name, *label = row["method"].split(" ", 1)
             at = float(share or row.get("bytes", "0").removesuffix(" %")) / 100
             own = of[part, name, *(label or ["1.0" if name == "full" else f"bytes-{at:g}"])]
-            value = np.exp(student(own["value"])) if likely else 100 * score(own["value"])
+            contexts = own["context"].tolist()
+            shared = contexts if len({*contexts}) < len(contexts) else None
+            value = np.exp(student(own["value"], shared)) if likely else 100 * score(own["value"], shared)
+            if "output" in own and not likely:
+                yield f"{heading}, {row['method']}, outputs", f"{own['value'].mean():.4f}", rated(own, full), ".4f"
             taken, needed = (100 * own[x].max() / full["kv_bytes"].max() for x in ("kv_bytes", "kv_bytes_needed"))
             made = {"score, % or perplexity": value, "edit_similarity": value, "bytes of full": taken, "needed": needed}
             made["live of prompt"] = 100 * (own["live"] / full["live"]).mean()
@@ -190,16 +244,15 @@ def board(page: pathlib.Path) -> Iterator[Said]:
                 yield f"{heading}, {row['method']}, {column}", row[column], made[column], ".1f"
             policies.append(own["value"].to_numpy() * (-1 if likely else 1))
         if share:
-            cells, means, last = pairs(np.array(policies)), np.mean(policies, 1), [*rows[0]][-1]
+            last = [*rows[0]][-1]
+            cells, means = pairs(np.array(policies), contexts, [row[last] for row in rows]), np.mean(policies, 1)
             best = rows[0 if means[0] > means.max() - 1e-9 else means.argmax()]["method"]
             yield f"{heading}, the best", last, f"beside {best}", ""
             for row, own in zip(rows, cells, strict=True):
                 for column, made in zip(("better than", "worse than", last), own, strict=True):
                     yield f"{heading}, {row['method']}, {column}", row[column], made, ""
             level.setdefault(float(share), {})[said] = sum("worse" not in own[2] for own in cells), len(rows)
-    there = {share: min(n for _, n in each.values()) for share, each in level.items()}
-    among = [share for share in sorted(level) if 2 * there[share] > max(there.values())]
-    at = min(among, key=lambda share: sum(n for n, _ in level[share].values()))
+    at = min(level, key=lambda share: abs(share - 25))
     each = ", ".join(f"{n} by {said}" for said, (n, _) in level[at].items())
     most = max(n for _, n in level[at].values())
     yield "title", title(page), f"# Of {most} methods at {at:g} % of the bytes, not worse than the best: {each}", ""
