@@ -473,13 +473,15 @@ def table(found: Found, share: float) -> str | Table:
     return Table((*_CELLS, *also, "better than", "worse than", f"beside {_name(here[0])}"), rows)
 
 
-_CELLS = "method", "score, % or perplexity", "bytes of full", "needed", "fitted", "live of prompt", "tokens written"
+_CELLS = (
+    "method", "score, % or perplexity", "bytes of full", "needed", "fitted", "beside KV", "live of prompt",
+    "tokens written",
+)  # fmt: skip
 
 
 def _cells(n: Number) -> tuple[str, ...]:
-    sizes = (
-        n["kv_of_full"] * n.get(f"kv_bytes{kind}", math.nan) / n["kv_bytes"] for kind in ("", "_needed", "_fitted")
-    )
+    kinds = "kv_bytes", "kv_bytes_needed", "kv_bytes_fitted", "state_bytes"
+    sizes = (n["kv_of_full"] * n.get(kind, math.nan) / n["kv_bytes"] for kind in kinds)
     each = ("" if math.isnan(size) else f"{size:.1%}" for size in sizes)
     written = f"{n['written']:.1f}" if n["kind"] == "score" else ""  # of likelihoods nothing is
     return _name(n), scored(n, ".1f"), *each, f"{n['live']:.1%}", written
@@ -614,7 +616,8 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
         f"Model {board.model} in {board.dtype}, prompts of up to {board.length:,} tokens of {text}, {board.examples} "
         f"examples a task; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches with room "
         "for the answers, whatever larger budget's slots they ran in; needed ones leave out what slots are rounded up "
-        "by, fitted ones what stays empty once a prompt is read. Intervals are of 95 %; p-values are of "
+        "by, fitted ones what stays empty once a prompt is read; what the state holds beside keys and values are "
+        "positions and statistics. Intervals are of 95 %; p-values are of "
         "paired tests on the same examples, adjusted for all pairs of methods of a table (Holm). Better than, worse "
         "than: how many others.",
         "![What is left of the full cache's score](heat.png)",

@@ -197,8 +197,8 @@ def test_methods_at_equal_live_tokens_have_a_column_beside(tmp_path):
     """Ranks are those of equal bytes; policies without a budget have no place there."""
     of = found(number("a", 0.2, 0.5), number("b", 0.2, 0.25), number("a", 0.3, 0.75, "live-0.25"), a=[0.5], b=[0.25])
     made = board.table(of, 0.25)
-    assert made.head[7] == "at equal live tokens"
-    assert [(row[0], row[7]) for row in made.rows] == [("a", "75.0 [0.0, 100.0]"), ("b", "")]
+    assert made.head[8] == "at equal live tokens"
+    assert [(row[0], row[8]) for row in made.rows] == [("a", "75.0 [0.0, 100.0]"), ("b", "")]
     assert "at equal live tokens" not in board.table(found(number("a", 0.2, 0.5), a=[0.5]), 0.25).head
     size = {"methods": ("window",), "bytes": (0.5,), "parts": ("perplexity",), "examples": 1, "length": 320}
     window, *_ = board.experiment_of(Board(live=True, **size), PARTS["perplexity"]).beside

@@ -249,7 +249,8 @@ class Engine:
       cost: what one prompt, or one batch, takes of memory, as lines say it; empty before `compile`. `slots` and
         `kv_bytes` are for one sequence, over all layers and kv heads; `kv_bytes_needed` is without what sizes are
         rounded up by. All three are what the policy's own budget needs. A line's `kv_bytes_fitted` is without what
-        stays empty once its prompt is read, as after `State.fit`. `prefill_peak_bytes` and `decode_peak_bytes`
+        stays empty once its prompt is read, as after `State.fit`; `state_bytes` is what the state holds beside keys
+        and values: positions, and what scores gather. `prefill_peak_bytes` and `decode_peak_bytes`
         are arguments (with parameters), results and temporaries of the compiled programs, for one batch on one device;
         None where the backend does not say, where prompts are read by several programs (once for all policies, or
         again for one), and where the program is that of a larger budget.
@@ -367,6 +368,8 @@ class Engine:
         peak, decode = (peak, decode) if self.run_in == self.plan else (None, None)
         peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode}
         own = {"kv_bytes": part(self.plan.capacities), "kv_bytes_needed": part(self._needed())}
+        others = sum(map(size, jax.tree.leaves(state))) / B - sum(each)
+        own["state_bytes"] = round(others * own["kv_bytes"] / sum(each))
         self.cost = {"slots": self.plan.num_slots, **own, **peaks}
         self._slot_bytes = [n / m for n, m in zip(each, self.run_in.capacities, strict=True)]
 

@@ -28,8 +28,8 @@ TEXT_METRICS: Final = ("rouge_1", "rouge_2", "rouge_l", "bleu", "meteor")
 """Those of the papers' tables of summaries and reconstructions; `metrics.find` says what each needs."""
 
 _TIMES = ("prefill_seconds", "decode_tokens_per_second")
-_MOST = ("most_live", "slots", "kv_bytes", "kv_bytes_needed", "kv_bytes_fitted", "prefill_peak_bytes",
-         "decode_peak_bytes")  # fmt: skip
+_MOST = ("most_live", "slots", "kv_bytes", "kv_bytes_needed", "kv_bytes_fitted", "state_bytes",
+         "prefill_peak_bytes", "decode_peak_bytes")  # fmt: skip
 _MEANS = ("score", "live", "prompt_tokens")
 NUMERIC: Final = ("nll", "tokens", "depth", "length", *_MEANS, *_MOST, *_TIMES)
 """What of a line is a number, if it is there."""

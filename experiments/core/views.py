@@ -197,14 +197,16 @@ def costs(view: View) -> Table:
         "KV KiB fitted": lambda c: measure(c, "kv_bytes_fitted", **kib),
         "KV KiB": lambda c: measure(c, "kv_bytes", **kib),
         "KV of full": lambda c: share(c, "kv_of_full"),
+        "other state KiB": lambda c: measure(c, "state_bytes", **kib),
         "prefill ms": lambda c: timed(c, "prefill_seconds", ",.1f", 1000),
         "decode tokens/s": lambda c: timed(c, "decode_tokens_per_second", ",.0f"),
         "prefill peak MiB": lambda c: measure(c, "prefill_peak_bytes", **mib),
         "decode peak MiB": lambda c: measure(c, "decode_peak_bytes", **mib),
     }
     numbers = [c for c in view.numbers if c.get("slots") is not None and c["task"] != AVERAGE]
-    if all(c.get("kv_bytes_fitted") is None for c in numbers):  # of runs that did not measure it
-        del columns["KV KiB fitted"]
+    for name, title in (("kv_bytes_fitted", "KV KiB fitted"), ("state_bytes", "other state KiB")):
+        if all(c.get(name) is None for c in numbers):  # of runs that did not measure it
+            del columns[title]
     return _table(numbers, columns)
 
 
