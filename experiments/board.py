@@ -69,6 +69,7 @@ class Part:
       protocol: when a question is read.
       answer: tokens of an answer, at most, where a task allows more.
       beside_full: whether answers are judged by how alike they are to the full cache's (words, by difflib).
+      decodes: whether most of it is written or read one by one, for what evicts while decoding; asked if it is named.
     """
 
     title: str
@@ -77,6 +78,7 @@ class Part:
     protocol: Protocol = "in_prompt"
     answer: int = 16
     beside_full: bool = False
+    decodes: bool = False
 
 
 CONTROLS: Final = "random", "random_protected", "streaming_llm"
@@ -97,6 +99,14 @@ PARTS: Final = {
     "continuation": Part("48 tokens as the full cache writes", *2 * (("continuation",),), answer=48, beside_full=True),
     "summary": Part("a summary as the full cache writes", (), ("summary",), answer=48, beside_full=True),
     "two_instructions": Part("two instructions", (), ("two_instructions",), "after_compression"),
+    "streaming": Part("three quarters of a text, read token by token", (), ("streaming_perplexity",), decodes=True),
+    "long_continuation": Part(
+        "256 tokens as the full cache writes",
+        *2 * (("long_continuation",),),
+        answer=256,
+        beside_full=True,
+        decodes=True,
+    ),
 }
 
 
@@ -111,7 +121,7 @@ class Board:
         one and its learned parameters.
       bytes: shares of the full cache's bytes.
       live: have a column of scores at equal live tokens, the same shares of the prompt, beside those at equal bytes.
-      parts: what is asked; if not given, all that can be asked of the model.
+      parts: what is asked; if not given, all that can be asked of the model and does not decode long.
       metrics: more measures of answers that are compared with the full cache's, such as bleu and rouge_l.
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
       window: last rows of the prompt that vote, of every method that lets them, in place of its own.
@@ -196,7 +206,7 @@ class Board:
     @property
     def asked(self) -> tuple[str, ...]:
         """The parts to run."""
-        return self.parts or tuple(name for name, part in PARTS.items() if self.tasks(part))
+        return self.parts or tuple(name for name, part in PARTS.items() if self.tasks(part) and not part.decodes)
 
     def setup(self, part: Part) -> Setup:
         """Of the run of one part."""

@@ -21,6 +21,7 @@ from kvjax.experiments.tasks.needle import needle, needle_number, two_instructio
 from kvjax.experiments.tasks.perplexity import (
     continuation,
     evicted_perplexity,
+    long_continuation,
     perplexity,
     sliding_perplexity,
     streaming_perplexity,
@@ -37,7 +38,10 @@ TASKS: dict[str, Builder] = {
     **{build.__name__: build for build in (needle, needle_number, two_instructions, multi_turn, multi_turn_key_value)},
     **RULER,
     **{build.__name__: build for build in (sliding_perplexity, streaming_perplexity, evicted_perplexity)},
-    **{build.__name__: build for build in (continuation, summary, summarise, reconstruction, dialogue)},
+    **{
+        build.__name__: build
+        for build in (continuation, long_continuation, summary, summarise, reconstruction, dialogue)
+    },
 }
 """Every task by its name: `(task, index) -> Example`; the first line of its docstring says what it asks."""
 FORMS: dict[str, Builder] = {name: TASKS[name] for name in ("summarise", "reconstruction", "dialogue", "qa_1", "qa_2")}

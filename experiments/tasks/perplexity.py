@@ -128,6 +128,11 @@ def continuation(task: Task, index: int, *, max_new_tokens: int = 48) -> Example
     return dataclasses.replace(made, questions=(asked,))
 
 
+def long_continuation(task: Task, index: int) -> Example:
+    """A `continuation` of 256 tokens, most of which are written after a policy has evicted while decoding."""
+    return dataclasses.replace(continuation(task, index, max_new_tokens=256), task="long_continuation")
+
+
 def summary(task: Task, index: int, *, max_new_tokens: int = 48) -> Example:
     """A text that is to be summed up; the text is the reference, as summaries of it are not at hand.
 

@@ -37,7 +37,8 @@ PARTS = {
     "one value, asked in the prompt": "in_prompt", "one value, asked after compression": "after_compression",
     "several values, asked in the prompt": "several_values", "the next 64 tokens": "perplexity",
     "48 tokens as the full cache writes": "continuation", "a summary as the full cache writes": "summary",
-    "two instructions": "two_instructions",
+    "two instructions": "two_instructions", "three quarters of a text, read token by token": "streaming",
+    "256 tokens as the full cache writes": "long_continuation",
 }  # fmt: skip
 HINDSIGHT = (
     "snapkv ada_snapkv pyramidkv ada_pyramid defensivekv cake lava h2o tova mas roco nacl keyformer ahakv "
@@ -169,7 +170,7 @@ def records(file: pathlib.Path, *by: str) -> dict[Any, pd.DataFrame]:
     """Groups of what a file holds, each in the same order of tasks and examples."""
     if file.name == "scores.csv.gz":
         found = pd.read_csv(file, dtype={"budget": str, "value": float})
-        given = found["part"] != "perplexity"
+        given = ~found["part"].isin(("perplexity", "streaming"))
         as_fraction = lambda x: float(fractions.Fraction(x).limit_denominator(500))
         found["value"] = found["value"].where(~given, found["value"].map(as_fraction))
     else:
@@ -227,7 +228,7 @@ def board(page: pathlib.Path) -> Iterator[Said]:
         said, share = re.findall(r"## (.+?)(?:, (\S+) % of the bytes|, the full cache.*|: how far.*)$", heading)[0]
         said = said[0].lower() + said[1:]
         part, policies = PARTS[said], []
-        likely, full = part == "perplexity", of[part, "full", "1.0"]
+        likely, full = part in ("perplexity", "streaming"), of[part, "full", "1.0"]
         for row in rows:
             name, *label = row["method"].split(" ", 1)
             at = float(share or row.get("bytes", "0").removesuffix(" %")) / 100
