@@ -387,11 +387,13 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
             model, params = models.load(setup.source)
             made, _ = build(setup, find_builders(setup), models.load_tokenizer(setup.source), model.config)
             (policy,) = policies([claim])[claim.a[0]].values()
-            known[asked] = early(model, params, [prompt.tokens for prompt in made], policy)
+            own = [dict(p.example.meta).get("same_context", f"{p.example.task}/{p.example.index}") for p in made]
+            known[asked] = {"share": early(model, params, [p.tokens for p in made], policy), "context": own}
             write_json(file, known)
-        shares = known[asked]
+        shares, contexts = known[asked]["share"], known[asked]["context"]
         means = f"{100 * np.mean(shares):.1f} to 50.0"
-        found.append(Row(claim, name, part, stats.compare(shares, [0.5] * len(shares)), 1.0, means))
+        compared = stats.compare(shares, [0.5] * len(shares), contexts)
+        found.append(Row(claim, name, part, compared, 1.0, means))
     return found
 
 

@@ -50,11 +50,13 @@ def test_claims_are_decided_again(folder):
         contexts = [*zip(full["task"], full["context"], strict=True)]
         measured = replication.Scores(each, part == "perplexity", contexts)
         own = [replication.Row(c, model, part, *measured.decided(c)) for c in every if c.kind != "early"]
-        (shares,) = json.loads((folder / f"early-{model}.json").read_text()).values()
-        compared = stats.compare(shares, [0.5] * len(shares)), 1.0, f"{100 * np.mean(shares):.1f} to 50.0"
+        (of,) = json.loads((folder / f"early-{model}.json").read_text()).values()
+        beside = stats.compare(of["share"], [0.5] * len(of["share"]), of["context"])
+        compared = beside, 1.0, f"{100 * np.mean(of['share']):.1f} to 50.0"
         own += [replication.Row(c, model, part, *compared) for c in every if c.kind == "early"]
-        words = stats.adjusted([row.comparison for row in own])
-        made += [row._replace(comparison=c) for row, c in zip(own, words, strict=True)]
+        made += own
+    words = stats.adjusted([row.comparison for row in made])
+    made = [row._replace(comparison=c) for row, c in zip(made, words, strict=True)]
     made.sort(key=lambda row: every.index(row.claim))
     first, _, _, *rest = replication.page(made, replication.Replication()).splitlines()
     title, _, _, *committed = (folder / "replication.md").read_text().splitlines()

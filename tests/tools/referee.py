@@ -129,13 +129,20 @@ def word(p: float, difference: float, better: str = "better", worse: str = "wors
     return "undecided" if p > 0.05 + 1e-12 else better if difference > 0 else worse
 
 
-def decided(both: Any) -> list[tuple[float, float, float]]:
-    """Of every two sides, "P N" of N contexts, the mean difference, and p-values before and after Holm's correction."""
+def decided(every: Any) -> list[tuple[float, float, float, float]]:
+    """Of two sides, "P N", and the contexts of N: mean difference, least found, p before and after Holm's correction.
+
+    Least found: the difference that a test finds in 80 % of samples.
+    """
     found = []
-    for x, y in both:
-        d, plain = np.round((x - y).mean(0), 12), len(x) == 1 and np.isin([x, y], (0, 1)).all()
-        found.append((d.mean(), mcnemar((d > 0).sum(), (d < 0).sum()) if plain else flips(d)))
-    return [(*each, p) for each, p in zip(found, holm([p for _, p in found]), strict=True)]
+    for x, y, contexts in every:
+        d, alone = np.round((x - y).mean(0), 12), len({*contexts}) == len(contexts)
+        sums, counts = together(d, contexts)
+        plain = alone and len(x) == 1 and np.isin([x, y], (0, 1)).all()
+        p = mcnemar((d > 0).sum(), (d < 0).sum()) if plain else flips(np.round(sums, 12))
+        quantiles = scipy.stats.t.ppf([1 - 0.025 / len(every), 0.8], len(sums) - 1)
+        found.append((d.mean(), quantiles.sum() * scipy.stats.sem((sums - d.mean() * counts) / counts.mean()), p))
+    return [(*each, p) for each, p in zip(found, holm([p for *_, p in found]), strict=True)]
 
 
 def agrees(shown: str, p: float, none: float) -> str:
@@ -284,7 +291,7 @@ def sides(claim: dict[str, Any], of: Any, likely: bool, early: np.ndarray) -> tu
 
 
 def claims(page: pathlib.Path, every: dict[str, Any]) -> Iterator[Said]:
-    """Means, differences, what could have been found, and words after Holm's correction for all claims of a model."""
+    """Means, differences, what could have been found, and words after Holm's correction for all tries."""
     known = {claim["says"]: claim for each in every.values() for claim in each}
     rows = [row for _, each in tables(page) for row in each]
     stored = records(page.with_name("scores.csv.gz"), "part", "model", "method", "budget")
@@ -295,23 +302,25 @@ def claims(page: pathlib.Path, every: dict[str, Any]) -> Iterator[Said]:
         """What a policy scores, or log-likelihoods."""
         return sign * stored[part, model, name, "1.0" if name == "full" else str(budget)]["value"].to_numpy()
 
+    found, contexts = [], {}
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = [row for row in rows if row["model"] == model]
-        early = np.array([*json.loads((page.parent / f"early-{model}.json").read_text()).values()])
-        found = [sides(known[row["claim"]], functools.partial(of, model), likely, early) for row in own]
-        tested = decided(both[:2] for both in found)
-        for row, (x, y, ratio, testable), (mean, raw, p) in zip(own, found, tested, strict=True):
-            where, scaled = f"{row['claim']}, {model}", np.exp if ratio else lambda x: 100 * np.array(x)
-            quantiles = scipy.stats.t.ppf([1 - 0.025 / len(own), 0.8], x.shape[1] - 1)
-            least = quantiles.sum() * scipy.stats.sem(np.round((x - y).mean(0), 12))
-            means = [] if known[row["claim"]].get("kind") == "small" else np.array([x.mean(), y.mean()])
-            words.append(word(p, mean, "holds", "not so here") if testable else "untestable here")
-            form = ".3f" if ratio else ".1f"
-            yield f"{where}, means", row["means"], scaled(np.negative(means) if ratio else means), ".1f"
-            yield f"{where}, difference", row["difference"].partition(" [")[0], scaled(mean), form
-            yield f"{where}, interval", row["difference"], agrees(row["difference"], raw, scaled(0)), ""
-            yield f"{where}, least", row["least"], scaled([least] if least else []), form
-            yield f"{where}, word", row["word"], words[-1], ""
+        (told,) = json.loads((page.parent / f"early-{model}.json").read_text()).values()
+        contexts[model] = stored[part, model, "full", "1.0"]["context"].tolist(), told["context"]
+    for row in rows:
+        (told,) = json.loads((page.parent / f"early-{row['model']}.json").read_text()).values()
+        own = sides(known[row["claim"]], functools.partial(of, row["model"]), likely, np.array([told["share"]]))
+        found.append((*own, contexts[row["model"]][known[row["claim"]].get("kind") == "early"]))
+    tested = decided([(x, y, which) for x, y, *_, which in found])
+    for row, (x, y, ratio, testable, _), (mean, least, raw, p) in zip(rows, found, tested, strict=True):
+        where, scaled = f"{row['claim']}, {row['model']}", np.exp if ratio else lambda x: 100 * np.array(x)
+        means = [] if known[row["claim"]].get("kind") == "small" else np.array([x.mean(), y.mean()])
+        words.append(word(p, mean, "holds", "not so here") if testable else "untestable here")
+        form = ".3f" if ratio else ".1f"
+        yield f"{where}, means", row["means"], scaled(np.negative(means) if ratio else means), ".1f"
+        yield f"{where}, difference", row["difference"].partition(" [")[0], scaled(mean), form
+        yield f"{where}, interval", row["difference"], agrees(row["difference"], raw, scaled(0)), ""
+        yield f"{where}, least", row["least"], scaled([least] if least else []), form
+        yield f"{where}, word", row["word"], words[-1], ""
     each = ", ".join(f"{words.count(said)} {said}" for said in ("holds", "not so here", "undecided", "untestable here"))
     yield "title", title(page), f"# Of {len(rows)} tries of {len(known)} claims {each.replace('holds', 'hold')}", ""
 
@@ -452,7 +461,8 @@ def main_job(page: pathlib.Path) -> Iterator[Said]:
     for task, rows in itertools.groupby(compared, lambda row: row["task"]):
         own, likely = [*rows], task == "perplexity"
         both = [(asked(task, row)[1], asked(task, every[0])[1]) for row in own]
-        for row, (x, _), (mean, raw, p) in zip(own, both, decided(both), strict=True):
+        tested = decided([(x, y, range(x.shape[1])) for x, y in both])
+        for row, (x, _), (mean, _, raw, p) in zip(own, both, tested, strict=True):
             where = f"{row['method']} {row['budget']}, {task}"
             made, form = (np.exp(-mean), ".3f") if likely else (100 * mean, ".1f")
             yield f"{where}, difference", row["difference"].partition(" [")[0], made, form
