@@ -163,14 +163,16 @@ def options(found: Found) -> list[str]:
 
 
 def scores(view: View) -> Table:
-    """A row a method and budget, with every task's number."""
+    """A row a method and budget, with every task's number, and the most keys and values that any of them took."""
     kept, rows = kept_whole(view.numbers), []
     for name, at, of in view.lines:
         first, said = next(iter(of.values())), kept.get((name, at))
         live = measure(first, "live", scale=100, alone=f" % ({said} prompts kept whole)" if said else " %")
         numbers = [_linked(of[t], scored(of[t])) if t in of else "" for t in view.tasks]
-        rows.append([Name(name), Name(at), *numbers, live, share(first, "kv_of_full")])
-    return Table(["method", "budget", *(Name(words(t)) for t in view.tasks), "live of prompt", "KV of full"], rows)
+        most = max((c["kv_of_full"] for c in of.values() if c.get("kv_of_full") is not None), default=None)
+        rows.append([Name(name), Name(at), *numbers, live, share({"kv_of_full": most}, "kv_of_full")])
+    columns = "live of prompt", "KV of full, at most"
+    return Table(["method", "budget", *(Name(words(t)) for t in view.tasks), *columns], rows)
 
 
 def compared(view: View) -> Table:
