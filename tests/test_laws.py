@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,35 @@ pytestmark = pytest.mark.usefixtures("as_users_run_it")
 WHOLE, PADDED, SWAPPED, MOVED, HOLES = range(5)  # the sequences of `one_call.decided`
 
 every_method = table.rows(table.QUICK)
+
+
+# ------------------------------------------------------------------------------------------------ 16 bits
+
+
+def equations(jaxpr):
+    """All of a program, those of programs inside of it included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns")):
+            inside = getattr(value, "jaxpr", value)
+            yield from equations(inside) if hasattr(inside, "eqns") else ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [table.Case(n) for n in table.MAKE if "kvzap" not in n], ids=repr)  # float32 functions
+def test_products_of_16_bits_are_in_an_order_of_axes_that_every_cpu_has(case):
+    """Those whose result is wider have batches first: on some CPUs XLA has no other, which a run says alone."""
+    config = kvjax.models.ModelConfig(61, 12, 16, 3, 4, 2, 8, dtype="bfloat16")
+    model, tokens = kvjax.models.LanguageModel(config), np.ones((2, 24), np.int32)
+    how = {"policy": case.policy, "max_new_tokens": 4, "lengths": np.array([20, 24])}
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    program = jax.make_jaxpr(lambda params: kvjax.prefill(model, params, tokens, **how))(params)
+    products = [x for x in equations(program.jaxpr) if x.primitive.name == "dot_general"]
+    assert products
+    for product in products:
+        given, made = ([x.aval.dtype.itemsize for x in each] for each in (product.invars, product.outvars))
+        for batch in product.params["dimension_numbers"][1]:
+            assert min(given) > 2 or max(made) <= 2 or tuple(batch) == tuple(range(len(batch)))
 
 
 # ------------------------------------------------------------------------------------------------ values
