@@ -282,7 +282,10 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
             beside.append(Experiment(called, policies, setup, made.options, origin=made.origin))
     if not {e.name for e in beside} - {*CONTROLS}.difference(board.methods):
         shares = ", ".join(f"{share:g}" for share in board.bytes)
-        raise ValueError(f"no method can work at {shares} of the full cache's bytes; give larger --bytes, or --length")
+        less = ", or a smaller --window" if board.window else ""
+        raise ValueError(
+            f"no method can work at {shares} of the full cache's bytes; give larger --bytes, or --length{less}"
+        )
     return Experiment("full", ((1.0, kvjax.methods.full()),), setup, beside=tuple(beside))
 
 
