@@ -483,7 +483,9 @@ def table(found: Found, share: float) -> str | Table:
         also += [found.chosen.get((n["method"], n["budget"]), "")] if found.chosen else []
         rows.append((*_cells(n), *also, str(won), str(lost), verdict))
     also = ["at equal live tokens"] * bool(at_live) + ["first and last that stay"] * bool(found.chosen)
-    return Table((*_CELLS, *also, "better than", "worse than", f"beside {_name(here[0])}"), rows)
+    head = (*_CELLS, *also, "better than", "worse than", f"beside {_name(here[0])}")
+    known = [any(column) for column in zip(*rows, strict=True)]  # lines of an older run do not have all
+    return Table([*itertools.compress(head, known)], [[*itertools.compress(row, known)] for row in rows])
 
 
 _CELLS = (

@@ -72,6 +72,7 @@ def _main_job() -> Iterator[Any]:
 def _boards() -> Iterator[Any]:
     real, prompt, after = "smollm2-135m-instruct", "in the prompt", "after compression"
     shown = [("embedded", prompt, 25), ("embedded", prompt, 6.25)]
+    shown += itertools.product([f"{real}-chat"], [prompt], (50, 25))
     shown += itertools.product([real], (prompt, after), (50, 25))
     columns = []
     for model, asked, share in shown:
