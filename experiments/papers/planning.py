@@ -112,7 +112,7 @@ def seconds(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> 
     config, policy, lengths = model.config, made.policy(budget, w.tokens + w.new), np.array([w.tokens])
     cache = 4 * model.head_dim * make_plan(config, policy, lengths, w.tokens, w.new).num_slots
     batches, moved = math.ceil(w.prompts / w.batch), 2e9 * model.billions + w.batch * beams * cache
-    block = 1 if data_of(w.task).runner == "stream" else made.block or w.tokens
+    block = made.block or (1 if data_of(w.task).runner == "stream" else w.tokens)
     attention = 2 * config.num_layers * config.num_query_heads * config.head_dim * w.tokens**2
     computed = w.prompts * (2e9 * model.billions * w.tokens + attention)
     reading = max(computed / FLOPS, batches * math.ceil(w.tokens / block) * moved / BANDWIDTH)
