@@ -156,15 +156,7 @@ _read = jax.jit(kvjax.prefill, static_argnames=("model", "policy", "max_new_toke
 
 @functools.partial(jax.jit, static_argnames=("model", "policy", "plan", "block"))
 def _likelihoods(
-    model: Any,
-    params: PyTree[Any],
-    tokens: Any,
-    lengths: Any,
-    keys: Any,
-    *,
-    policy: kvjax.Policy,
-    plan: kvjax.Plan,
-    block: int,
+    model: Any, params: Any, tokens: Any, lengths: Any, keys: Any, *, policy: kvjax.Policy, plan: kvjax.Plan, block: int
 ) -> Float[Array, "B"]:
     """The mean log-probability of each text's last tokens (`num_scored`), read as `prefill(block=block)` reads it."""
     B, T = tokens.shape
