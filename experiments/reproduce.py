@@ -30,7 +30,7 @@ from kvjax.experiments.core.compiled import read_cache_option
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.papers import numbers, pages
-from kvjax.experiments.papers.picture import picture
+from kvjax.experiments.papers.picture import named, picture, retrieves
 from kvjax.experiments.papers.planning import planned
 from kvjax.experiments.papers.rows import PROJECT
 from kvjax.experiments.papers.runs import Options, Run
@@ -78,8 +78,12 @@ def reproduce(options: Options, command: Sequence[str]) -> None:
         lines, refused = numbers.scored(run, records.lines.values())
         found, faults = numbers.numbers(run, lines), [*run.faults, *refused]
         shown = [f"{run.called(x)}: {x['output']}" for x in lines if data_of(x["task"]).question]
-        text = pages.report(run, found, faults, about, shown)
-        write_json(directory / "report.json", {**pages.as_json(run, found, faults), **about})
+        spread: dict[str, Any] = {}
+        if retrieves(run):
+            right, methods = named(run, lines)
+            spread = {"paragraphs": {name: each.tolist() for name, each in {"right": right, **methods}.items()}}
+        text = pages.report(run, found, faults, about, shown, **spread)
+        write_json(directory / "report.json", {**pages.as_json(run, found, faults), **spread, **about})
         write_bytes(directory / "report.md", text.encode())
         if found and not entry.label.startswith("table"):
             write_figure(directory / "figure.png", picture(run, found, lines))

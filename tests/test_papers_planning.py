@@ -83,3 +83,11 @@ def test_a_figures_plan_counts_prompts_of_all_seeds():
     assert spent == pytest.approx(1000 * (reading + rows) / 4e14, rel=0.05)
     attended, block = 2 * 32 * 3 * 4096, 2 * 4 * 32 * 32  # queries, keys, values; two blocks of 32 rows, in float32
     assert size == pytest.approx(2 * 6.74 + 1000 * 1024 * (attended + block) / 1e9, rel=5e-3)
+
+
+def test_a_plan_says_what_the_smallest_and_the_largest_cache_take():
+    """128k tokens of LLaMA2-7B have 69 GB of keys and values, which one card does not hold beside the weights."""
+    said = planning.planned(ENTRIES["nacl/appendix-a7"], Options("nacl/appendix-a7"))
+    most, least = map(float, re.findall(r"(\S+) of caches .* full at 1.0, (\S+) under nacl at 0.2", said)[0])
+    assert least + 2 * 6.74 < 80 < (131072 + 512) * 2 * 32 * 4096 * 2 / 1e9 + 2 * 6.74 < most + 2 * 6.74
+    assert "which does not fit:" in said  # one prompt at a time: no smaller batch helps

@@ -1,5 +1,8 @@
 """Perplexity while evicting, against the policies' own decode steps."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import kvjax
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.papers.methods import METHODS
 from kvjax.experiments.tasks.base import Question, example
+from kvjax.methods.easykv import block_sizes
 from tests.tensors import token_ids
 
 
@@ -34,3 +38,24 @@ def test_every_token_is_predicted_from_what_is_kept_before_it(tiny, method):
         assert line["nll"] == pytest.approx(-float(np.mean(found)), rel=1e-5)
         assert line["tokens"] == len(ids) - 1
         assert method == "full" or int(state.num_live.max()) == len(ids) // 2
+
+
+@pytest.mark.parametrize("method", ["roco-block-2", "roco-block-8"])
+def test_a_text_in_blocks_is_predicted_as_easykvs_loop_does(tiny, method):
+    """Its loop step by step: a dense prefix, then blocks that see what is kept and themselves, and evict as many."""
+    made, n, nominal = METHODS["easykv-ppl"][method], 45, 18
+    ids = tuple(np.asarray(token_ids(1, n))[0].tolist())
+    prompts = prompts_of(example("a", 0, ids, Question()), "in_prompt")
+    (shape,) = shapes(prompts)
+    engine = Engine(*tiny, made.make(nominal), shape, batch_size=1, tokenizer=None, block=made.block, texts=True)
+    engine.compile()
+    (((line,),), _), found = engine.run(prompts), []
+    sizes = block_sizes(n, nominal, made.block, "ppl")
+    policy = dataclasses.replace(made.make(nominal), budget=sizes.final)  # also of what does not end with the text
+    for start in range(sizes.dense_prefix, n, made.block):
+        _, state = kvjax.prefill(*tiny, np.array([ids[:start]]), policy=policy, max_new_tokens=8, block=made.block)
+        for token, after in itertools.pairwise(ids[start : start + made.block + 1]):
+            logits, state = kvjax.decode_step(*tiny, jnp.array([token]), state)
+            found.append(jax.nn.log_softmax(logits)[0, after])
+    assert line["nll"] == pytest.approx(-float(np.mean(found)), rel=1e-5)
+    assert line["tokens"] == len(found) == n - sizes.dense_prefix - 1

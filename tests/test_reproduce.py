@@ -493,6 +493,13 @@ def test_how_often_paragraphs_are_named():
     assert found["H2O at 1000"].tolist() == [1, 0, 1, 0]
 
 
+def test_named_paragraphs_have_their_counts_and_quantiles(run):
+    found, text = run(*"ahakv/figure7 --data project --examples 7 --length 64 --new-tokens 6 --budget 40".split())
+    each = sorted(n for n, count in enumerate(found["paragraphs"]["right"], 1) for _ in range(count))
+    quantiles = " | ".join(str(each[i]) for i in (0, 1, 3, 5, 6))
+    assert f"| right | 7 | {quantiles} |" in text
+
+
 def test_a_measured_figures_curve_has_ours_and_the_papers_numbers_at_every_budget(every_metric):
     entry, column = ENTRIES["ada-kv/figure5"], "Ave. Score"
     chosen = Run(entry, Options(entry.name, data="project", methods=("snapkv",)), SMALL)

@@ -154,24 +154,37 @@ def _merged(by_width: dict[int, list[Prompt]]) -> dict[int, list[Prompt]]:
 _read = jax.jit(kvjax.prefill, static_argnames=("model", "policy", "max_new_tokens", "block", "plan", "mesh"))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "policy", "plan"))
+@functools.partial(jax.jit, static_argnames=("model", "policy", "plan", "block"))
 def _likelihoods(
-    model: Any, params: PyTree[Any], tokens: Any, lengths: Any, keys: Any, *, policy: kvjax.Policy, plan: kvjax.Plan
+    model: Any, params: Any, tokens: Any, lengths: Any, keys: Any, *, policy: kvjax.Policy, plan: kvjax.Plan, block: int
 ) -> Float[Array, "B"]:
-    """The mean log-probability of each text's tokens but the first, read as `prefill(block=1)` reads a prompt."""
-    T = tokens.shape[1]
+    """The mean log-probability of each text's last tokens (`num_scored`), read as `prefill(block=block)` reads it."""
+    B, T = tokens.shape
     plan, hparams = plan_request(model.config, policy, lengths, T, 0, plan=plan)
     state = empty_state(model.config, policy, plan, hparams, lengths, 0, keys=keys, slots=True)
+    num = -(-T // block)
+    tokens = jnp.pad(tokens, ((0, 0), (num * block - T, 0)))
+    blocks = lambda x: x.reshape(B, num, block).swapaxes(0, 1)
+    valid = jnp.clip(lengths[None] - block * jnp.arange(num)[::-1, None], 0, block)
 
-    def next_token(state, here):
-        token, after, column = here
-        there = column >= T - lengths
-        valid, how = there.astype(jnp.int32), {"grow": True, "ends": False}
-        logits, state, _ = step(model, params, token[:, None], state, valid, "prefill", **how)
-        return state, jnp.where(there, log_prob(logits, after), 0.0)
+    def next_block(state, here):
+        ids, after, valid = here
+        logits, state, _ = step(model, params, ids, state, valid, "prefill", grow=True, ends=False, every=True)
+        return state, jax.vmap(log_prob, 1, 1)(logits, after)
 
-    _, found = jax.lax.scan(next_token, state, (tokens.T[:-1], tokens.T[1:], jnp.arange(T - 1)))
-    return found.sum(0) / (lengths - 1).astype(jnp.float32)
+    given = blocks(tokens), blocks(jnp.roll(tokens, -1, 1)), valid
+    found = jax.lax.scan(next_block, state, given)[1].swapaxes(0, 1).reshape(B, -1)[:, :-1]
+    count = num_scored(lengths, block)[:, None]
+    scored = jnp.arange(found.shape[1])[None, ::-1] < count
+    return jnp.where(scored, found / count.astype(jnp.float32), 0.0).sum(1)
+
+
+def num_scored(length: Any, block: int) -> Any:
+    """How many of a text's last tokens are predicted: all but the first, or those after the one after the first block.
+
+    The latter in blocks of several tokens, as EasyKV's `ppl` counts (DRSY/EasyKV). Blocks end with the text.
+    """
+    return length - 1 if block == 1 else length - 2 - (length - 1) % block
 
 
 def _most_live(logits: Array, token: Array, state: kvjax.State) -> Int[Array, "B"]:
@@ -278,12 +291,12 @@ class Engine:
           tokenizer: of the model.
           block, mesh: how prompts are read, as in `kvjax.prefill`.
           once: whether other policies read the prompts, too: with neither blocks nor a mesh.
-          texts: whether prompts are texts, which are read token by token under a policy that evicts meanwhile: how
-            likely every token is (RoCo, Fig. 5). Nothing follows them.
+          texts: whether prompts are texts, which are read token by token, or in blocks, under a policy that evicts
+            meanwhile: how likely every token is (RoCo, Fig. 5). Nothing follows them.
 
         Raises:
           ValueError: sizes that the policy cannot work with, or that the devices of a mesh do not divide; learned
-            parameters that do not fit the policy.
+            parameters that do not fit the policy; a text of one block.
         """
         policy, own = with_params(made)
         self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
@@ -302,6 +315,10 @@ class Engine:
         except ValueError as e:
             raise ValueError(f"{e}; make(budget) of a file returns them behind the policy: (policy, parameters)") from e
         check_block(self.plan, block, shape.width)
+        if texts and (short := min(shape.lengths)) <= (block or 1):
+            raise ValueError(
+                f"a text of {short} tokens is one block of {block or 1}; give longer texts, or smaller blocks"
+            )
         self._rules = None
         if shape.num_beams > 1:
             self._searching = checked_search(model, shape.num_beams, shape.planned, None)
@@ -329,7 +346,7 @@ class Engine:
         keys, found, peak = jax.random.split(jax.random.key(0), B), None, None
         if self.texts:
             given = ints(B, shape.width), ints(B), placed(keys)
-            how = {"policy": self.policy, "plan": self.plan}
+            how = {"policy": self.policy, "plan": self.plan, "block": self.block or 1}
             self._read = _likelihoods.lower(self.model, self.params, *given, **how).compile()
             return
         if full is not None:
@@ -466,7 +483,8 @@ class Engine:
         if not np.isfinite(found).all():
             raise ValueError(f"likelihoods are no numbers: {found.tolist()}; the model's logits are not")
         times = {"prefill_seconds": seconds, "decode_tokens_per_second": self.shape.width / seconds}
-        line = lambda n, x: {"question": 0, "nll": float(-x), "tokens": n - 1, "prompt_tokens": n, **times}
+        scored = lambda n: num_scored(n, self.block or 1)
+        line = lambda n, x: {"question": 0, "nll": float(-x), "tokens": scored(n), "prompt_tokens": n, **times}
         return [[line(len(p.tokens), x)] for p, x in zip(prompts, found, strict=False)]
 
     def _answers(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvjax import Policy, Share, methods, shared_layers, when
 from kvjax.contract import Layout, Slots
-from kvjax.methods import variants
+from kvjax.methods import easykv, variants
 from kvjax.observe import Rows
 from kvjax.scores.attention import Faded, ValuePrior
 from kvjax.scores.softmax import EntropyScaled
@@ -102,6 +102,11 @@ def faded(budget: Budget, *, decay: float = 1.0, damping: float = 1.0) -> Policy
 def once(budget: Budget, *, of: Any, **options: Any) -> Policy:
     """A policy that evicts while the prompt is read, and keeps all that is generated."""
     return when(variants.PROMPT, of(budget, **options))
+
+
+def easykv_read(budget: Budget, *, importance: easykv.Importance, stride: int) -> Policy:
+    """EasyKV while a text is read in blocks of `stride`, with its rounding (D-14); all rows count (D-46)."""
+    return easykv.easykv_encoding(importance, budget, stride=stride, exact=False)
 
 
 def roco_by_deviation(budget: Budget, *, scope: float = 0.5) -> Policy:

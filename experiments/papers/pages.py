@@ -12,6 +12,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import page
 from kvjax.experiments.core.command import write_json
@@ -23,6 +25,9 @@ from kvjax.models.written import write_bytes
 
 FOLDER: Final = pathlib.Path(__file__).parent
 _BY_FULL = "outputs are compared with what the full cache generates"
+
+_SPREAD = """The quantiles of those that are right, and that are named by the first number of outputs; n is how many \
+name one. The last column is the share of these in the first half."""
 
 _OWN = """An entry is data in four files of this folder; no code is written. Errors name the file and the line.
 
@@ -46,6 +51,7 @@ python experiments/reproduce.py PAPER/LABEL --data project --examples 1 --length
 `--record` adds the run to this page, and the entry with it. `tests/test_papers_tables.py` looks for the numbers in \
 the paper's text, whose file a new paper adds to `TEXTS` there."""
 
+Counts = Mapping[str, Sequence[int]]
 Ledger = dict[str, list[dict[str, Any]]]
 
 
@@ -56,7 +62,9 @@ def _items(several: Sequence[str]) -> str:
 # --- a run ---
 
 
-def report(run: Run, found: Sequence[Number], faults: Sequence[str], about: Any, responses: Sequence[str] = ()) -> str:
+def report(
+    run: Run, found: Sequence[Number], faults: Sequence[str], about: Any, responses: Sequence[str] = (), **more: Counts
+) -> str:
     """The report.
 
     Args:
@@ -65,6 +73,7 @@ def report(run: Run, found: Sequence[Number], faults: Sequence[str], about: Any,
       faults: rows and methods that could not be run.
       about: the environment (`environment`), with the model's source.
       responses: outputs that are shown.
+      **more: `paragraphs`, where outputs name them: how often each is right, and is named by a method's outputs.
     """
     entry, measured, there = run.entry, {c.title for c in run.columns}, {n.column for n in found}
     commit = f"{about['git_commit'] or 'no checkout'}{' with local changes' if about['git_dirty'] else ''}"
@@ -97,8 +106,21 @@ def report(run: Run, found: Sequence[Number], faults: Sequence[str], about: Any,
         "cache are of the same rows."
     )
     blocks += ["## Ours (theirs)", page.crossed([*map(vars, found)], titles, named, both)]
+    for name, counts in more.items():
+        blocks += [f"## {name.capitalize()}", _SPREAD, _spread(counts)]
     blocks += ["## Every number", every, _long(found), *(["## Responses"] if responses else []), _items(responses)]
     return page.markdown(f"{entry.name}: {entry.shows}", *filter(None, blocks))
+
+
+def _spread(named: Counts) -> Table:
+    """A line for what is right and for every method and budget."""
+    rows, at = [], (0.05, 0.25, 0.5, 0.75, 0.95)
+    for name, counts in named.items():
+        each = np.repeat(np.arange(1, len(counts) + 1), counts)
+        found = np.quantile(each, at, method="inverted_cdf").tolist() if each.size else ["-"] * len(at)
+        half = f"{np.mean(each <= len(counts) // 2):.2f}" if each.size else "-"
+        rows.append((name, str(each.size), *map(str, found), half))
+    return Table(("", "n", *(f"{100 * q:.0f} %" for q in at), "first half"), rows)
 
 
 def _long(found: Sequence[Number]) -> Table:

@@ -35,10 +35,15 @@ def picture(run: Run, found: Sequence[Number], samples: Sequence[Line]) -> Figur
     """
     if not found:
         raise ValueError(f"nothing of {run.entry.name} was measured, so that there is nothing to draw")
-    sets = [DATA[name] for column in run.columns for name in column.data]
-    if all(data.metric == "retrieval" for data in sets):
+    if retrieves(run):
         return _paragraphs(run, *named(run, samples))
-    return _map(run, samples) if all(data.runner == "needle" for data in sets) else _scores(run, found)
+    needles = all(DATA[name].runner == "needle" for column in run.columns for name in column.data)
+    return _map(run, samples) if needles else _scores(run, found)
+
+
+def retrieves(run: Run) -> bool:
+    """Whether all its outputs name paragraphs."""
+    return all(DATA[name].metric == "retrieval" for column in run.columns for name in column.data)
 
 
 def named(run: Run, samples: Sequence[Line]) -> tuple[Count, dict[str, Count]]:

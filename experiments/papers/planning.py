@@ -69,11 +69,13 @@ def _of_model(entry: Entry, name: str, options: Options) -> Iterator[str]:
         each = f"{w.prompts:,} prompts of {w.tokens:,} tokens, {w.batch} at once, {w.new:,} to generate"
         yield f"  {w.task}: {each}: {spent:.3g} hours"
     longest = max(works, key=lambda w: w.batch * (w.tokens + w.new))
-    most, largest = max((of(memory, line, longest), f"{line[0]} at {label(line[1])}") for line in lines)
+    sizes = sorted((of(memory, line, longest), f"{line[0]} at {label(line[1])}") for line in lines)
+    (least, smallest), (most, largest) = sizes[0], sizes[-1]
     weights = 2 * model.billions
-    parts = f"{weights:.3g} of weights, {most / 1e9:.3g} of caches and reading ({longest.task} under {largest})"
+    parts = f"{weights:.3g} of weights, {most / 1e9:.3g} of caches and reading ({longest.task} under {largest}"
+    parts += f", {least / 1e9:.3g} under {smallest})"
     held = weights + most / 1e9
-    over = "" if held <= 80 else ", which does not fit; lower --batch-size"
+    over = "" if held <= 80 else ", which does not fit" + ("; lower --batch-size" if longest.batch > 1 else "")
     yield f"  in all {sum(hours):.3g} hours and {held:.3g} of the card's 80 GB{over}: {parts}"
 
 
@@ -110,7 +112,7 @@ def seconds(made: Method, budget: Budget, w: Work, model: Model, beams: int) -> 
     config, policy, lengths = model.config, made.policy(budget, w.tokens + w.new), np.array([w.tokens])
     cache = 4 * model.head_dim * make_plan(config, policy, lengths, w.tokens, w.new).num_slots
     batches, moved = math.ceil(w.prompts / w.batch), 2e9 * model.billions + w.batch * beams * cache
-    block = 1 if data_of(w.task).runner == "stream" else made.block or w.tokens
+    block = made.block or (1 if data_of(w.task).runner == "stream" else w.tokens)
     attention = 2 * config.num_layers * config.num_query_heads * config.head_dim * w.tokens**2
     computed = w.prompts * (2e9 * model.billions * w.tokens + attention)
     reading = max(computed / FLOPS, batches * math.ceil(w.tokens / block) * moved / BANDWIDTH)

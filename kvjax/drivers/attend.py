@@ -189,17 +189,18 @@ def layer_step(
     return x, after, (found[0], (lost[:, None],))
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames=("model", "every"))
 def head(
-    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...]
-) -> Float[Array, "B V"]:
-    """Logits after the last column, NaN for sequences that have lost tokens in a layer or a head."""
-    logits = model.head(params, x[:, -1:])[:, -1]
+    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...], every: bool = False
+) -> Float[Array, "B *T V"]:
+    """Logits after the last column, or every one, NaN for sequences that have lost tokens in a layer or a head."""
+    logits = model.head(params, x) if every else model.head(params, x[:, -1:])[:, -1]
     if not lost:
         return logits
     same = len({x.shape for x in lost}) == 1
     each = lost if same else [x.any(1, keepdims=True) for x in lost]
-    return jnp.where(functools.reduce(jnp.logical_or, each).any(1, keepdims=True), jnp.nan, logits)
+    gone = functools.reduce(jnp.logical_or, each).any(1, keepdims=True)
+    return jnp.where(gone[..., None] if every else gone, jnp.nan, logits)
 
 
 def step(
@@ -214,9 +215,10 @@ def step(
     ends: bool = True,
     grow: bool = False,
     gives: bool = False,
+    every: bool = False,
     observe: tuple[tuple[Observation, ...], ...] = (),
     after_layer: Callable[[], Any] | None = None,
-) -> tuple[Float[Array, "B V"], State, AttnStats | None]:
+) -> tuple[Float[Array, "B *T V"], State, AttnStats | None]:
     """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
 
     Args:
@@ -229,6 +231,7 @@ def step(
       ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
       observe: what else is observed, one tuple a layer; () for nothing.
       grow, gives: as in `Attend`.
+      every: logits after every column.
       after_layer: called when a layer has been compiled and started, as a bar of progress is.
     """
     plan, joint = state.plan, state.plan.policy.joint
@@ -275,4 +278,4 @@ def step(
     if stats is not None and joint and evict:
         state, full = decided(state, stats, grow=grow, ends=ends)
         lost = (*lost, *(x[:, None] for x in full)) if phase == "prefill" else lost
-    return head(model, outer, x, lost), state, stats
+    return head(model, outer, x, lost, every=every), state, stats
