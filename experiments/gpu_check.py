@@ -283,9 +283,7 @@ def end_to_end(report: Report, implementations: Sequence[Implementation], depths
 def beside_peers(
     report: Report,
     implementation: Implementation,
-    depths: Sequence[int],
-    prompts: Sequence[int],
-    batches: Sequence[int],
+    sizes: tuple[Sequence[int], Sequence[int], Sequence[int]],
     packages: pathlib.Path | None,
     patience: float,
 ) -> None:
@@ -294,67 +292,50 @@ def beside_peers(
     One sequence first, longer prompts first; then more of them, shorter prompts first. One process a library measures
     its methods one after another; what kills it is the row of the method that it was at, and another process measures
     the rest. Methods are those of each library by its own defaults: kvpress evicts after the prompt alone, and its
-    AdaKVPress masks what it evicts. Arguments are those of `main`.
+    AdaKVPress masks what it evicts. Arguments are those of `main`; sizes are layers, prompts and batches.
     """
     root = pathlib.Path(__file__).resolve().parents[1]
-    path = lambda *folders: {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, filter(None, folders)))}
-    before = os.environ.get("PYTHONPATH")
-    peer, here = (sys.executable, "-m", "experiments.gpu.peer"), path(root, before)
-    libraries = [[("kvjax", (sys.executable, str(root / "experiments" / "gpu" / "model.py")), BESIDE_PEERS, here)]]
+    libraries: dict[str, Sequence[str]] = {"kvjax": BESIDE_PEERS}
     if packages is not None or importlib.util.find_spec("kvpress"):
-        libraries[0] += [("kvpress", peer, PRESSES, path(packages and packages.resolve(), root, before))]
+        libraries["kvpress"] = PRESSES
     if importlib.util.find_spec("torch"):
-        libraries += [[("transformers", peer, ("transformers", "compiled"), here)]]
-    sizes = sorted(itertools.product(batches, prompts), key=lambda x: (x[0], x[1] if x[0] > 1 else -x[1]))
-    for layers, some, (batch, prompt) in itertools.product(sorted(depths), libraries, sizes):
-        for library, worker, methods, variables in some:
-            every = [*methods, *["ObservedAttentionPress"] * (library == "kvpress" and prompt <= MOST_WEIGHTS)]
-            numbers = {"layers": layers, "prompt": prompt, "batch": batch, "steps": 12 if report.smoke else 64}
-            options = [text for key, number in numbers.items() for text in (f"--{key}", str(number))]
-            options += ["--budget", "0.25", *["--smoke"] * report.smoke]
-            options += ["--implementation", implementation] if report.smoke and library == "kvjax" else []
-            name = f"{library} {{}}, {prompt} tokens x {batch}, {layers} layers"
-            _rows(report, name, every, lambda left, to=worker, of=options: [*to, *left, *of], variables, patience)
+        libraries["transformers"] = "transformers", "compiled"
+
+    def place(run: tuple[Any, ...]) -> tuple[Any, ...]:
+        library, layers, prompt, batch = run
+        return layers, library == "transformers", batch, prompt if batch > 1 else -prompt
+
+    for library, layers, prompt, batch in sorted(itertools.product(libraries, *sizes), key=place):
+        presses = library == "kvpress"
+        methods = [*libraries[library], *["ObservedAttentionPress"] * (presses and prompt <= MOST_WEIGHTS)]
+        folders = packages.resolve() if packages and presses else "", root, os.environ.get("PYTHONPATH")
+        path = os.pathsep.join(map(str, filter(None, folders)))
+        steps, worker = 12 if report.smoke else 64, "model" if library == "kvjax" else "peer"
+        command = [sys.executable, "-m", f"experiments.gpu.{worker}", *["--smoke"] * report.smoke]
+        command += ["--implementation", implementation] if report.smoke and library == "kvjax" else []
+        command += f"--layers {layers} --prompt {prompt} --batch {batch} --steps {steps} --budget 0.25".split()
+        how = {"patience": patience, "environment": {**os.environ, "PYTHONPATH": path}}
+        name = f"{library} {{}}, {prompt} tokens x {batch}, {layers} layers"
+        _rows(report, name, methods, functools.partial(watchdog.told, command, **how))
 
 
-def _rows(
-    report: Report,
-    name: str,
-    methods: Sequence[str],
-    command: Callable[[Sequence[str]], Sequence[str]],
-    variables: dict[str, str],
-    patience: float,
-) -> None:
+def _rows(report: Report, name: str, methods: Sequence[str], told: Callable[..., Iterator[dict[str, Any]]]) -> None:
     """Rows of a library's methods, from as many processes as it takes.
 
     Args:
       report: gets the rows as they come.
       name: of a row, with `{}` for its method.
       methods: in their order.
-      command: what measures those that are left, and prints what `watchdog.tell` does.
-      variables, patience: of `watchdog.followed`.
+      told: `watchdog.told` of those that are left and the seconds that they have.
     """
-    left, wrong = list(methods), ""
-
-    def line(text: str) -> None:
-        nonlocal wrong
-        if not text.startswith('{"method": '):
-            return  # libraries print, too
-        found = json.loads(text)
-        wrong, method = found.get("reason", ""), found.pop("method")
-        left.remove(method)
-        report.row("end_to_end", name.format(method), ok=not wrong or watchdog.too_large(wrong), **found)
-
+    left = [*methods]
     while left:
-        at, before, wrong = left[0], len(left), ""
-        if not report.reaches("end_to_end", name.format(at), needs=0.0 if report.smoke else LEAST_SECONDS):
+        if not report.reaches("end_to_end", name.format(left[0]), needs=0.0 if report.smoke else LEAST_SECONDS):
             left.pop(0)
             continue
-        limit = report.seconds_left("end_to_end")
-        code, said = watchdog.followed(command(left), limit, patience, line, variables)
-        if left and not (wrong and len(left) < before):
-            why = "killed at its limit" if code is None else f"the process ended with code {code}: {said[-400:]}"
-            report.row("end_to_end", name.format(left.pop(0)), ok=False, reason=why)
+        for found in told(left, report.seconds_left("end_to_end")):
+            left.remove(method := found.pop("method"))
+            report.row("end_to_end", name.format(method), **found)
 
 
 NO_GPU = 2  # an exit code
@@ -479,7 +460,7 @@ def main(
                 end_to_end(report, (implementation or "interpret",), layers)
                 continue
             sizes = ((2,), (160,), (1, 2)) if smoke else (layers, prompts, batches)
-            beside_peers(report, implementation or "interpret", *sizes, peers_path, patience)
+            beside_peers(report, implementation or "interpret", sizes, peers_path, patience)
         elif supervise(report, command, names, patience) == NO_GPU:
             return NO_GPU
     print(

@@ -1,5 +1,6 @@
 """The scripts for GPUs run on a machine without one, as far as that goes."""
 
+import functools
 import itertools
 import json
 import os
@@ -85,8 +86,8 @@ def test_what_a_process_of_the_table_dies_at_is_a_row_and_another_measures_the_r
         print("a library's word", flush=True)
         tell(sys.argv[1:], measure)"""
     methods = ["one", "large", "two", "lost", "dies", "three", "hangs"]
-    command = lambda left: [sys.executable, "-c", code, *left]
-    gpu_check._rows(report, "{}", methods, command, {**os.environ, "PYTHONPATH": str(ROOT)}, 10.0)
+    how = {"patience": 10.0, "environment": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    gpu_check._rows(report, "{}", methods, functools.partial(watchdog.told, [sys.executable, "-c", code], **how))
     assert [(r["name"], r["ok"]) for r in report.rows] == [(m, m not in ("lost", "dies", "hangs")) for m in methods]
     assert "code 7" in report.rows[4]["reason"]
     assert report.rows[6]["reason"] == "killed at its limit"

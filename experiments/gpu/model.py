@@ -8,7 +8,6 @@ methods are compiled at once, before the first is measured.
 
 import concurrent.futures
 import contextlib
-import time
 from typing import Any, Literal
 
 import jax
@@ -20,17 +19,12 @@ import kvjax
 from kvjax import models
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import seconds_in_turns
+from kvjax.experiments.core.engine import peak_bytes
 from kvjax.experiments.gpu.gpu_report import recorded
 from kvjax.experiments.gpu.watchdog import tell
 from kvjax.pallas_kernels import use
 
 Method = Literal["snapkv", "h2o", "full", "ada_snapkv", "streaming_llm", "tova"]
-
-
-def program_bytes(compiled: Any) -> int:
-    """Arguments, results and temporary memory of a program; what is donated counts once."""
-    m = compiled.memory_analysis()
-    return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes - m.alias_size_in_bytes
 
 
 def main(
@@ -63,7 +57,6 @@ def main(
     model = models.LanguageModel(config)
     params = jax.jit(model.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (batch, prompt), 0, V, jnp.int32)
-    pool = concurrent.futures.ThreadPoolExecutor(2 * len(methods))
 
     def compiling(method: str) -> tuple[Any, Any, list[str]]:
         """The programs that read and write, once they are compiled, and what serves them."""
@@ -80,28 +73,22 @@ def main(
             after = writing.lower(params, *jax.eval_shape(reading, params, tokens))
         return pool.submit(lowered.compile), pool.submit(after.compile), found
 
-    programs: dict[str, Any] = {}
-    for method in methods:
-        try:
-            programs[method] = compiling(method)
-        except Exception as error:  # its own line says so
-            programs[method] = error
+    pool, tracer = (concurrent.futures.ThreadPoolExecutor(most) for most in (2 * len(methods), 1))
+    with pool, tracer:  # errors wait for their own line
+        programs = {method: tracer.submit(compiling, method) for method in methods}
 
     def measure(method: str) -> dict[str, Any]:
-        if isinstance(programs[method], Exception):
-            raise programs[method]
-        reads, writes, found = programs.pop(method)
-        concurrent.futures.wait([x for both in programs.values() if isinstance(both, tuple) for x in both[:2]])
-        read, write = reads.result(), writes.result()
-        # States are dropped: the next one takes the memory of the one before.
-        reading = seconds_in_turns({"read": lambda: read(params, tokens)}, 3, jax.block_until_ready)["read"]
-        seconds, cache, decoding = float(np.median(reading)), 0, 0.0
-        for _ in range(2):  # the first warms up
-            logits, state = jax.block_until_ready(read(params, tokens))
-            cache = sum(x.nbytes for kv in state.layers for x in (kv.k, kv.v))
-            start = time.perf_counter()
-            jax.block_until_ready(write(params, logits, state))
-            decoding = time.perf_counter() - start
+        reads, writes, found = programs.pop(method).result()
+        read, write, held = reads.result(), writes.result(), list[Any]()
+
+        def reading() -> list[Any]:
+            held[:] = read(params, tokens)
+            return held
+
+        # A state is given to what writes: the next one takes the memory of the one before.
+        runs = {"read": reading, "write": lambda: write(params, *held)}
+        took = seconds_in_turns(runs, 3, jax.block_until_ready)
+        seconds, writing = (float(np.median(took[name])) for name in runs)
         alone = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
         return {
             "served_by": "+".join(found),
@@ -110,10 +97,10 @@ def main(
             "budget": budget if method != "full" else prompt,
             "prefill_s": seconds,
             "prefill_tokens_s": batch * prompt / seconds,
-            "decode_tokens_s": batch * steps / decoding,
+            "decode_tokens_s": batch * steps / writing,
             "prefill_temporary_bytes": read.memory_analysis().temp_size_in_bytes,
-            "cache_bytes": cache,
-            "peak_bytes": alone if len(methods) == 1 else max(map(program_bytes, (read, write))),
+            "cache_bytes": sum(x.nbytes for kv in held[1].layers for x in (kv.k, kv.v)),
+            "peak_bytes": alone if len(methods) == 1 else max(map(peak_bytes, (read, write))),
             "peak_of": "process" if len(methods) == 1 else "programs",
             "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(params)),
         }

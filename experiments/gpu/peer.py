@@ -9,15 +9,16 @@ name is a press of kvpress, with its own defaults. It runs where kvjax is not in
 
 import functools
 import gc
+import statistics
 import time
-from importlib import metadata
 from typing import Any
 
 import torch
 import tyro
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from ..bench.peers.theirs import make_press
+from ..bench.peers.theirs import attend, make_press, version
+from ..bench.process import seconds_in_turns
 from .watchdog import tell
 
 WARM_UP = 8  # steps that are not counted
@@ -42,40 +43,31 @@ def measure(model: Any, method: str, prompt: int, batch: int, steps: int, budget
         of = {"position_ids": at[first:stop].expand(batch, -1)}
         return {"cache_position": at[first:stop]} if compiled else of
 
-    def attend(how: str) -> None:
-        if model.config._attn_implementation != how:
-            model.set_attn_implementation(how)
-
     def prefilled() -> tuple[Any, Any]:
         # A press looks at what every layer read.
         cache = StaticCache(config=model.config, max_cache_len=prompt + steps) if compiled else DynamicCache()
-        attend("eager" if method == "ObservedAttentionPress" else "sdpa")
+        attend(model, "eager" if method == "ObservedAttentionPress" else "sdpa")
         with press(model):
             return forward(tokens, past_key_values=cache, **where(0, prompt)).logits[:, -1:].argmax(-1), cache
 
     def decode(token: Any, cache: Any, first: int, stop: int) -> Any:
-        attend("sdpa")
+        attend(model, "sdpa")
         for i in range(first, stop):
             token = step(token, past_key_values=cache, **where(i, i + 1)).logits[:, -1:].argmax(-1).clone()
         return token
 
-    def timed(f: Any, *args: Any) -> tuple[Any, float]:
-        wait = torch.cuda.synchronize if gpu else lambda: None
-        wait()
-        start = time.perf_counter()
-        found = f(*args)
-        wait()
-        return found, time.perf_counter() - start
-
-    seconds = sorted([timed(prefilled)[1] for _ in range(4)][1:])[1]
+    wait = lambda _: torch.cuda.synchronize() if gpu else None
+    seconds = statistics.median(seconds_in_turns({"read": prefilled}, 3, wait)["read"])
     token, cache = prefilled()
     kept = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     token = decode(token, cache, prompt, prompt + WARM_UP)
-    _, decoding = timed(decode, token, cache, prompt + WARM_UP, prompt + steps)
-    version = lambda name: next((f"{name} {found.version}" for found in metadata.distributions(name=name)), "")
-    names = "torch", "transformers", *(() if method in ("transformers", "compiled") else ("kvpress",))
+    wait(token)
+    start = time.perf_counter()
+    wait(decode(token, cache, prompt + WARM_UP, prompt + steps))
+    decoding = time.perf_counter() - start
+    names = "torch", "transformers", *["kvpress"] * (method not in ("transformers", "compiled"))
     return {
-        "served_by": ", ".join(map(version, names)),
+        "served_by": ", ".join(f"{name} {version(name)}" for name in names),
         "prompt": prompt,
         "batch": batch,
         "budget": prompt if method in ("transformers", "compiled") else budget,

@@ -42,32 +42,41 @@ def captured(command: Sequence[str], seconds: float) -> subprocess.CompletedProc
     return None
 
 
-def followed(
-    command: Sequence[str], seconds: float, patience: float, line: Callable[[str], None], environment: Mapping[str, str]
-) -> tuple[int | None, str]:
-    """Calls `line` with every line that a command writes, as it comes.
+def told(
+    command: Sequence[str], methods: Sequence[str], seconds: float, patience: float, environment: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """What `tell` says of methods in a process, as it comes, and whether each is `ok`: memory may not suffice.
 
-    Returns:
-      Its exit code, None where it was killed after some seconds, or some that brought no line; and what it wrote to
-      standard error.
+    A process that dies has a `reason` of the method that it was at, unless its last line says why it cannot go on.
+
+    Args:
+      command: the methods are added to it.
+      methods: in their order.
+      seconds: after which it is killed.
+      patience: seconds without a line after which it is killed.
+      environment: its variables.
     """
-    with tempfile.TemporaryDirectory() as folder:  # a file does not block, as the pipe of what does not die
-        out, error = (pathlib.Path(folder, name) for name in ("out", "error"))
-        stop, heard, code, said = time.monotonic() + seconds, time.monotonic(), None, ""
-        with (
-            out.open("w") as to,
-            error.open("w") as errors,
-            out.open() as lines,
-            _started(command, stdout=to, stderr=errors, env=environment) as process,
-        ):
-            while code is None and time.monotonic() < min(stop, heard + patience):
-                time.sleep(0.1)
-                code = process.poll()
-                *whole, said = (said + lines.read()).split("\n")
-                for each in whole:
-                    line(each)
-                heard = time.monotonic() if whole else heard
-        return code, error.read_text(errors="replace")
+    left, said, wrong, code = [*methods], "", "", None
+    with (
+        tempfile.NamedTemporaryFile() as out,  # a file does not block, as the pipe of what does not die
+        tempfile.TemporaryFile("w+", errors="replace") as error,
+        pathlib.Path(out.name).open() as lines,
+        _started([*command, *left], stdout=out, stderr=error, env=environment) as process,
+    ):
+        stop, heard = time.monotonic() + seconds, time.monotonic()
+        while code is None and time.monotonic() < min(stop, heard + patience):
+            time.sleep(0.1)
+            code = process.poll()
+            *whole, said = (said + lines.read()).split("\n")
+            heard = time.monotonic() if whole else heard
+            for found in (json.loads(line) for line in whole if line.startswith('{"method": ')):  # libraries print, too
+                left.remove(found["method"])
+                wrong = found.get("reason", "")
+                yield {"ok": not wrong or too_large(wrong)} | found
+        if left and not wrong:
+            error.seek(0)
+            ended = f"the process ended with code {code}: {error.read()[-400:]}"
+            yield {"ok": False, "method": left[0], "reason": "killed at its limit" if code is None else ended}
 
 
 def too_large(error: str) -> bool:
@@ -81,22 +90,20 @@ def tell(methods: Sequence[str], measure: Callable[[str], dict[str, Any]]) -> No
     After an error with which the device may be lost, the methods behind it have no line.
 
     Raises:
-      SystemExit: there was an error.
+      SystemExit: always; with code 1 if there was an error.
     """
     failed = False
     for method in methods:
         try:
-            found = measure(method)
+            found, why = measure(method), ""
         except Exception as error:  # the next one may run
             traceback.print_exc()
-            found = {"reason": f"{type(error).__name__}: {str(error)[:300]}"}
-            failed = True
+            failed, why = True, f"{type(error).__name__}: {str(error)[:300]}"
+            found = {"reason": why}
         print(json.dumps({"method": method} | found), flush=True)
-        wrong = found.get("reason", "")
-        if ("CUDA" in wrong or "INTERNAL" in wrong) and not too_large(wrong):
+        if ("CUDA" in why or "INTERNAL" in why) and not too_large(why):
             break
-    if failed:
-        sys.exit(1)
+    sys.exit(failed)
 
 
 def watched(command: Sequence[str], file: pathlib.Path, patience: float) -> int | None:

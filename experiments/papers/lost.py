@@ -30,17 +30,25 @@ Record = dict[str, np.ndarray]
 
 
 def fact_in(tokenizer: Any, example: Example) -> Int[np.ndarray, "T"]:
-    """`KEY` and `VALUE` where the tokens of a context are of the fact that is asked for, else 0."""
+    """`KEY` and `VALUE` where the tokens of a context are of the fact that is asked for, else 0.
+
+    Raises:
+      ValueError: a context that has no such fact.
+    """
     part, meta = np.zeros(len(example.context), np.int8), dict(example.meta)
     if "needle_at" in meta:
         part[int(meta["needle_at"]) :][: int(meta["needle_tokens"])] = VALUE
         return part
-    pieces = [tokenizer.decode([token]).replace(" ", "") for token in example.context]
-    ends, sizes = np.cumsum([*map(len, pieces)]), np.array([*map(len, pieces)])
-    needle = re.compile(f"magic[a-z]+for([^:]+)is:({example.questions[0].references[0]})")
-    for found in needle.finditer("".join(pieces)):
-        for kind in (KEY, VALUE):
-            part[(ends > found.start(kind)) & (ends - sizes < found.end(kind))] = kind
+    value, pieces = (
+        example.questions[0].references[0],
+        [tokenizer.decode([t]).replace(" ", "") for t in example.context],
+    )
+    found = re.search(f"magic[a-z]+for([^:]+)is:({value})", "".join(pieces))
+    if found is None:
+        raise ValueError(f"{example.task}, example {example.index}: its context has no magic value {value!r} to trace")
+    token_of = np.repeat(np.arange(len(pieces)), [*map(len, pieces)])  # of each character
+    for kind in (KEY, VALUE):
+        part[token_of[slice(*found.span(kind))]] = kind
     return part
 
 
@@ -65,15 +73,14 @@ def traced(setup: Setup, runs: Sequence[Run], first: int = 0) -> Iterator[Record
     most = max(map(np.count_nonzero, facts.values()))
     model, params = models.load(setup.source, dtype=setup.dtype)
     for asked in planned(model, params, runs, prompts, batch_size=setup.batch_size, tokenizer=tokenizer, once=True):
-        engines, together = [engine for *_, engine in asked], dict[Any, list[Engine]]()
+        engines = [engine for *_, engine in asked]
         share_slots(engines)
-        for engine in engines:
-            together.setdefault(engine.stored, []).append(engine)
+        together = [[e for e in engines if e.stored == way] for way in dict.fromkeys(e.stored for e in engines)]
         every = engines[0].shape.prompts
         todo, first = every[first:], max(first - len(every), 0)
         for i in tqdm(range(0, len(todo), setup.batch_size), unit="batch"):
             batch, found = todo[i : i + setup.batch_size], dict[Engine, list[Record]]()
-            for same in together.values():
+            for same in together:
                 ((_, (full,)),) = read_once(same, [batch])
                 for engine in same:
                     if not i:

@@ -37,6 +37,17 @@ def make_press(name: str, budget: float) -> Any:
     return getattr(kvpress, name)(kvpress.SnapKVPress(ratio) if around else ratio)
 
 
+def attend(model: Any, how: str) -> None:
+    """Attention is computed so from now on."""
+    if model.config._attn_implementation != how:
+        model.set_attn_implementation(how)
+
+
+def version(package: str) -> str | None:
+    """Of a package that is installed."""
+    return next((found.version for found in metadata.distributions(name=package)), None)
+
+
 class Jobs:
     """Makes jobs ready to run.
 
@@ -99,8 +110,7 @@ class Jobs:
 
     def _begin(self, how: str, masked: list[Any]) -> None:
         """How attention is computed, and what AdaKVPress noted of a prompt in each layer, where decoding finds it."""
-        if self._model.config._attn_implementation != how:
-            self._model.set_attn_implementation(how)
+        attend(self._model, how)
         for layer, of_layer in zip(self._model.model.layers, masked, strict=True):
             layer.self_attn.masked_key_indices = of_layer
 
@@ -112,6 +122,5 @@ def _prompt(job: dict[str, Any]) -> tuple[Any, ...]:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[3]))
-    version = lambda name: next((found.version for found in metadata.distributions(name=name)), None)
     versions = {name: version(name) for name in ("torch", "transformers", "kvpress", "numpy")}
     serve(Jobs(*sys.argv[1:3]), {"versions": {"python": platform.python_version()} | versions})
