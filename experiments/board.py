@@ -278,7 +278,7 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
             print(f"without {name}: {e}")
             continue
         if policies and name != "full":
-            called = name if kept is board.protect else f"{name}{_TRIED}{kept[0]} and {kept[1]}"
+            called = name if kept is None or kept is board.protect else f"{name}{_TRIED}{kept[0]} and {kept[1]}"
             beside.append(Experiment(called, policies, setup, made.options, origin=made.origin))
     if not {e.name for e in beside} - {*CONTROLS}.difference(board.methods):
         shares = ", ".join(f"{share:g}" for share in board.bytes)
@@ -416,7 +416,8 @@ def tuned(lines: Any, seed: int) -> tuple[Any, dict[tuple[str, str], str]]:
     rows = table.examples(lines[held])
     quality = rows["value"].where(rows["kind"] == "score", -rows["value"])
     best: dict[tuple[str, str], tuple[float, str]] = {}
-    for (method, budget), mean in quality.groupby([rows["method"], rows["budget"]], sort=False).mean().items():
+    means: Any = quality.groupby([rows["method"], rows["budget"]], sort=False).mean()
+    for (method, budget), mean in means.items():
         if mean > best.get((base(method), budget), (-math.inf,))[0]:
             best[base(method), budget] = mean, method
     chosen = {(method, budget) for (_, budget), (_, method) in best.items()}

@@ -389,7 +389,8 @@ def run(options: Findings) -> None:
         for found in traced(options.setup, options.policies, done) if isinstance(options, Lost) else kl:
             record = {name: np.concatenate([record[name], x], -1) if record else x for name, x in found.items()}
             content = io.BytesIO()
-            np.savez_compressed(content, **record, options=asked)
+            kept: dict[str, Any] = record | {"options": asked}
+            np.savez_compressed(content, **kept)
             write_bytes(stored, content.getvalue())
     if isinstance(options, Lost):
         page, figure = lost(options, record)

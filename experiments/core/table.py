@@ -85,9 +85,9 @@ def answers(found: pd.DataFrame) -> pd.DataFrame:
     given = found[found["output"].notna()].sort_values("question")
     columns = ["output", "references"]
     rows = given.groupby(["method", "budget", "task", "index"], sort=False)[columns].agg(list).reset_index()
-    rows["references"] = rows["references"].where(rows["method"].map(is_full), None)
-    text = lambda x: json.dumps(x, ensure_ascii=False) if isinstance(x, list) else ""
-    return rows.assign(**{column: rows[column].map(text) for column in columns})
+    text = {column: rows[column].map(lambda x: json.dumps(x, ensure_ascii=False)) for column in columns}
+    text["references"] = text["references"].where(rows["method"].map(is_full), "")
+    return rows.assign(**text)
 
 
 def numbers(found: pd.DataFrame, measures: Sequence[str] = ()) -> pd.DataFrame:

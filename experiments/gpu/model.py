@@ -77,7 +77,7 @@ def main(
     with pool, tracer:  # errors wait for their own line
         programs = {method: tracer.submit(compiling, method) for method in methods}
 
-    def measure(method: str) -> dict[str, Any]:
+    def measure(method: Any) -> dict[str, Any]:
         reads, writes, found = programs.pop(method).result()
         read, write, held = reads.result(), writes.result(), list[Any]()
 
@@ -100,7 +100,7 @@ def main(
             "decode_tokens_s": batch * steps / writing,
             "prefill_temporary_bytes": read.memory_analysis().temp_size_in_bytes,
             "cache_bytes": sum(x.nbytes for kv in held[1].layers for x in (kv.k, kv.v)),
-            "peak_bytes": alone if len(methods) == 1 else max(map(peak_bytes, (read, write))),
+            "peak_bytes": alone if len(methods) == 1 else max(peak_bytes(program) or 0 for program in (read, write)),
             "peak_of": "process" if len(methods) == 1 else "programs",
             "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(params)),
         }

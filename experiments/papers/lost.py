@@ -70,7 +70,7 @@ def traced(setup: Setup, runs: Sequence[Run], first: int = 0) -> Iterator[Record
     tokenizer, config = models.load_tokenizer(setup.source), models.read_config(setup.source)
     prompts, _ = build(setup, find_builders(setup), tokenizer, config)
     facts = {prompt: fact_in(tokenizer, prompt.example) for prompt in prompts}
-    most = max(map(np.count_nonzero, facts.values()))
+    most = max(int(np.count_nonzero(part)) for part in facts.values())
     model, params = models.load(setup.source, dtype=setup.dtype)
     for asked in planned(model, params, runs, prompts, batch_size=setup.batch_size, tokenizer=tokenizer, once=True):
         engines = [engine for *_, engine in asked]
