@@ -42,7 +42,7 @@ from kvjax import Evict, Policy, configs, methods, models
 from kvjax.analysis import Interval, curves, interval
 from kvjax.budgets import STEP, Pyramid, Schedule
 from kvjax.configs.experiment import Budget, Setup, check_distinct, check_whole
-from kvjax.experiments.board import PARTS, PROTECTED, Board
+from kvjax.experiments.board import PARTS, PROTECTED
 from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import check_output, run_options, write_page
 from kvjax.experiments.core.page import Table, cell, markdown, percent
@@ -50,7 +50,7 @@ from kvjax.experiments.core.setup import Run, text_digest
 from kvjax.experiments.papers import prompts
 from kvjax.experiments.papers.base import message
 from kvjax.experiments.papers.lost import BESIDE, KEY, VALUE, Record, ends, live_of, map_of, traced, whole
-from kvjax.models.embedded import included
+from kvjax.models.embedded import INCLUDED, included
 from kvjax.models.written import write_bytes
 from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import Pooled
@@ -146,9 +146,11 @@ class Lost(Findings):
     @property
     def setup(self) -> Setup:
         """Of the prompts."""
-        same: dict[str, Any] = {name: getattr(self, name) for name in ("model", "length", "batch_size", "dtype")}
-        board = Board(**same, examples=self.prompts, text=None if self.text is None else str(self.text))
-        return board.setup(dataclasses.replace(PARTS["in_prompt"], answer=self.follow))
+        part, text = PARTS["in_prompt"], None if self.text is None else str(self.text)
+        tasks = part.own if self.model in INCLUDED else part.others
+        asked: dict[str, Any] = {"tasks": tasks, "examples": self.prompts, "text": text}
+        asked |= {name: getattr(self, name) for name in ("model", "length", "batch_size", "dtype")}
+        return Setup(**asked, answer=self.follow, baselines=())
 
     @property
     def policies(self) -> list[Run]:
