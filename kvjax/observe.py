@@ -195,7 +195,7 @@ class ProjectedValueNorm:
             raise ValueError("ProjectedValueNorm needs the layer's output projection; give out_proj")
         v, K = inputs.kv.v, inputs.kv.v.shape[1]
         by_group = inputs.out_proj.reshape(K, -1, *inputs.out_proj.shape[1:]).swapaxes(0, 1).astype(v.dtype)
-        rows = v.swapaxes(0, 1).reshape(K, -1, v.shape[-1])  # not every CPU multiplies 16 bits in another order of axes
+        rows = v.swapaxes(0, 1).reshape(K, -1, v.shape[-1])  # XLA may lack products of 16 bits with two free axes
         project = functools.partial(jnp.einsum, "krh,khd->krd", preferred_element_type=accumulator(v.dtype))
         norm = lax.map(lambda w: jnp.abs(project(rows, w)).sum(-1), by_group).mean(0)
         return norm.reshape(K, v.shape[0], v.shape[2]).swapaxes(0, 1)
