@@ -304,11 +304,14 @@ def lost(options: Lost, record: Record) -> tuple[str, Figure]:
             of = cell(*(num_layers * x for x in mean(layers[c] / num_layers)))
             rows.append((options.methods[c // num], *(percent(*mean(x[c])) for x in (scores, *shares)), of))
         tables += [f"{100 * share:.4g} % of the prompt stays:", Table((*head, "layers with the whole value"), rows)]
-    live, held = (scipy.stats.spearmanr(scores[::num].mean(1), x[::num].mean(1)).statistic for x in (shares[0], layers))
-    title = (
-        f"Methods find what they keep whole: scores' rank correlation is {held:.2f} with the layers that have the "
-        f"whole value, {live:.2f} with the share of it that is live"
-    )
+    first_share = scores[::num].mean(1), layers[::num].mean(1), shares[0][::num].mean(1)
+    title = "Methods find as much, or keep as much, as each other"
+    if all(np.ptp(x) > 0 for x in first_share):
+        held, live = (scipy.stats.spearmanr(first_share[0], x).statistic for x in first_share[1:])
+        title = (
+            f"Methods find what they keep whole: scores' rank correlation is {held:.2f} with the layers that have the "
+            f"whole value, {live:.2f} with the share of it that is live"
+        )
     what = (
         f"so many of each of {', '.join(options.setup.task_names)}, {sizes.min():,} to {sizes.max():,} tokens long "
         f"(mean {sizes.mean():,.1f}), in {len({*contexts})} passages, over which intervals are, in a chat where there "
