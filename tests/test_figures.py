@@ -405,6 +405,37 @@ def test_the_predictions_hold_for_normal_queries_and_keys():
     np.testing.assert_allclose(variance, 1, atol=0.15)
 
 
+def test_scores_decline_by_the_parts_of_equation_4(prompts, p):
+    found = ahakv.score_decline(prompts, slices=23)
+    for i, here in enumerate(p):
+        here = here.mean(1)
+        score, own = here.sum(1), np.diagonal(here, axis1=1, axis2=2)[:, :-1]
+        later = np.array([(here[:, j + 1 :, j + 1] - here[:, j + 1 :, j]).sum(1) for j in range(23)]).T
+        np.testing.assert_allclose(found.own[i], own.T, atol=1e-5)
+        np.testing.assert_allclose(found.later[i], later.T, atol=1e-4)
+        np.testing.assert_allclose(found.score[i, 1:], score[:, 2:].T, atol=1e-4)  # the first slice has two tokens
+        np.testing.assert_allclose(np.diff(score), later - own, atol=1e-6)
+
+
+# --- Keyformer, Equation 8 ---
+
+
+def test_the_mean_of_rows_with_gumbel_noise_has_more_entropy(prompts, p):
+    """Their share of a row's tokens is that of exponentials; by hand for a row of two tokens."""
+    found = sparsity.gumbel_entropy(prompts, draws=400, num_rows=5)
+    entropy = lambda p: -(p * np.log(np.maximum(p, 1e-30))).sum(-1)
+    for i, here in enumerate(p):
+        np.testing.assert_allclose(found.plain[i], entropy(here[:, :, found.rows]).mean(1).T, atol=1e-4)
+    e = np.random.default_rng(0).exponential(size=(2, 40_000))
+    ratio = here[:, :, 1, :1, None] / here[:, :, 1, 1:2, None] * e[1] / e[0]
+    share = (ratio / (1 + ratio))[:, :, 0]
+    both = np.stack([share, 1 - share], -1)
+    assert found.rows[0] == 1
+    np.testing.assert_allclose(found.expected[-1, 0], entropy(both.mean(2)).mean(1), atol=0.02)
+    np.testing.assert_allclose(found.drawn[-1, 0], entropy(both).mean((1, 2)), atol=0.03)
+    assert (found.expected > found.drawn).all()
+
+
 # --- Ada-KV ---
 
 

@@ -15,6 +15,8 @@ FIGURES: dict[str, PaperFigure] = {
     "attention_by_length": PaperFigure(sparsity.attention_by_length, sparsity.plot_attention_by_length, 16, 1024),
     "attention_sparsity": PaperFigure(sparsity.attention_sparsity, sparsity.plot_attention_sparsity, 4, 1024),
     "attention_entropy": PaperFigure(ahakv.attention_entropy, ahakv.plot_attention_entropy, 8, 1024),
+    "score_decline": PaperFigure(ahakv.score_decline, ahakv.plot_score_decline, 16, 1024),
+    "gumbel_entropy": PaperFigure(sparsity.gumbel_entropy, sparsity.plot_gumbel_entropy, 8, 1024),
     "attention_mass": PaperFigure(sparsity.attention_mass, sparsity.plot_attention_mass, 8, 1024),
     "head_concentration": PaperFigure(adakv.head_concentration, adakv.plot_head_concentration, 16, 1024),
     "loss_bound": PaperFigure(adakv.loss_bound, adakv.plot_loss_bound, 32, 1024),

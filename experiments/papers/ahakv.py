@@ -1,4 +1,4 @@
-"""Entropy of attention rows and the softmax that holds it still (AhaKV, Gu et al., arXiv 2506.03762, section 4.2)."""
+"""Accumulated attention by position, and the softmax that holds entropy still (AhaKV, Gu et al., arXiv 2506.03762)."""
 
 from typing import Final
 
@@ -8,10 +8,71 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.attention import Layer, by_layer, matrix
-from kvjax.experiments.papers.base import Arrays, Prompts, canvas, draw_layers, message, smooth
+from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows, matrix
+from kvjax.experiments.papers.base import Arrays, Prompts, by_slice, canvas, draw_layers, message, percent, smooth
+from kvjax.plot.style import style
 
 _SOFT: Final = 0.125  # logits so small that no probability underflows
+
+
+# --- Equation 4 ---
+
+
+def score_decline(prompts: Prompts, *, slices: int = 16) -> Arrays:
+    r"""Accumulated attention from a token to the next, in its two parts (AhaKV, Eq. 4).
+
+    $S_{j+1} - S_j = \sum_{i > j} (a_{i,j+1} - a_{i,j}) - a_{j,j}$. The paper takes all entries of a row as equal in
+    expectation, so that the sum is 0 and scores decline by $E[a_{j,j}] = 1/j$.
+
+    Args:
+      prompts: the model and its prompts.
+      slices: parts of the prompt, of which each array has the mean.
+
+    Returns:
+      positions: "X", the mean position of a slice's tokens, from 1.
+      score: "L X B", $S_j$, the mean over query heads.
+      later, own: "L X B", the sum over later rows, and $a_{j,j}$; the last token has no next one.
+    """
+    score, own = (x.swapaxes(1, 2) for x in by_layer(prompts, _accumulated))
+    parts = score, np.diff(score) + own[..., :-1], own[..., :-1]
+    means = [by_slice(x, slices).swapaxes(1, 2) for x in parts]
+    return Arrays(
+        positions=by_slice(np.arange(1, prompts.length + 1), slices), score=means[0], later=means[1], own=means[2]
+    )
+
+
+@jax.jit
+def _accumulated(layer: Layer) -> tuple[Float[Array, "T B"], Float[Array, "T B"]]:
+    """(the sum of every column, what every token gives to itself), the mean over query heads."""
+    B, _, T, _ = layer.q.shape
+
+    def visit(total, p, rows):
+        at = jnp.broadcast_to(jnp.minimum(rows, T - 1)[None, None, :, None], (*p.shape[:3], 1))
+        return total + p.sum(2).mean(1), jnp.take_along_axis(p, at, 3)[..., 0].mean(1).T
+
+    total, own = fold_rows(layer, visit, jnp.zeros((B, T)))
+    return total.T, own
+
+
+def plot_score_decline(d: Arrays) -> Figure:
+    """The two parts of a score's change, against the position."""
+    figure, ((axes,),) = canvas(width=7.0, height=4.4)
+    later, own = d.later.mean((0, 2)), d.own.mean((0, 2))
+    axes.plot(d.positions, own, label="taken by the token's own row, $a_{jj}$", **style(0))
+    axes.plot(d.positions, later, label="added by later rows (the paper: 0)", **style(1))
+    axes.plot(d.positions, 1 / d.positions, color="black", linestyle="--", label="1/j: even rows' $a_{jj}$")
+    axes.set(xlabel="position, j", ylabel="change to the next token", ylim=(min(0.0, 1.1 * later.min()), None))
+    axes.legend(frameon=False)
+    score = d.score.mean((0, 2))
+    text = (
+        f"Scores fall from slice to slice in {percent(float((np.diff(score) < 0).mean()))} of the steps; a token's own "
+        f"row takes {own.mean():.2g} from one to the next, later rows {'add' if later.mean() > 0 else 'take'} "
+        f"{abs(later.mean()):.2g}"
+    )
+    return message(figure, text, "AhaKV, Eq. 4; means over layers, heads, prompts")
+
+
+# --- Equations 8 to 12 ---
 
 
 def attention_entropy(prompts: Prompts, *, budget: int | None = None, num_rows: int = 128) -> Arrays:

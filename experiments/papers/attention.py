@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 import kvjax
 from kvjax.analysis import Stored
@@ -100,13 +100,19 @@ def layers_of(prompts: Prompts, layers: Sequence[int]) -> Sequence[int]:
 
 
 @jax.jit
-def matrix(layer: Layer, rows: Int[Array, "M"], multiplier: Float[Array, "M"] | None = None) -> Float[Array, "B N M T"]:
+def matrix(
+    layer: Layer,
+    rows: Int[Array, "M"],
+    multiplier: Float[Array, "M"] | None = None,
+    seed: UInt32[Array, "B"] | None = None,
+) -> Float[Array, "B N M T"]:
     """Rows of the attention matrix, by one call of `attention`.
 
     Args:
       layer: the layer.
       rows: positions of the rows, increasing; those at position T are of zeros.
       multiplier: a factor on the logits of every row, for another softmax than the model's.
+      seed: of Gumbel noise on the logits, one number a prompt.
     """
     B, K, T, _ = layer.k.shape
     M = rows.shape[0]
@@ -116,7 +122,9 @@ def matrix(layer: Layer, rows: Int[Array, "M"], multiplier: Float[Array, "M"] | 
     pos = behind(jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, T)), -1)
     q = jnp.take(layer.q, rows, axis=2, mode="clip").astype(jnp.float32)
     q_pos = jnp.broadcast_to(jnp.where(rows < T, rows, -1), (B, M))
-    own = None if multiplier is None else Softmax(multiplier=jnp.broadcast_to(multiplier, (B, K, M)))
+    multiplier = None if multiplier is None else jnp.broadcast_to(multiplier, (B, K, M))
+    own = Softmax(multiplier, seed, noise=None if seed is None else "gumbel")
+    own = None if multiplier is None and seed is None else own
     column = Columns(group=None, summed=False, softmax=own)
     options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
     options["bias"] = None if layer.bias is None else behind(layer.bias)

@@ -1,9 +1,9 @@
-"""How few tokens attention is about: NaCl (Fig. 2d, 6; arXiv 2408.03675), Keyformer (3, 11, 14; arXiv 2403.09054)."""
+"""How few tokens attention is about: NaCl (Fig. 2d, 6; arXiv 2408.03675), Keyformer (3, 11, 14, Eq. 8; 2403.09054)."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt32
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
@@ -233,3 +233,65 @@ def plot_attention_heatmaps(d: Arrays) -> Figure:
     blank = (d.p < NOTHING)[..., seen].mean(-1)
     text = f"Heads differ: {percent(blank.min())} to {percent(blank.max())} of what they see gets less than {NOTHING}"
     return message(figure, text, "Keyformer, Fig. 14")
+
+
+# --- Keyformer, Equation 8 ---
+
+
+def gumbel_entropy(prompts: Prompts, *, draws: int = 32, num_rows: int = 32) -> Arrays:
+    r"""Entropy of attention rows without and with Gumbel noise on their logits (Keyformer, Eq. 8).
+
+    The paper states $H(E[z_{Gumbel}]) > H(E[z])$. The expectation over noise is the mean of `draws`, whose entropy is
+    too small rather than too large; without noise a row is its own expectation.
+
+    Args:
+      prompts: the model and its prompts.
+      draws: of the noise.
+      num_rows: rows to look at, evenly spaced in the logarithm of their position.
+
+    Returns:
+      rows: "M", positions of the rows; a row sees that many tokens and itself.
+      plain: "L M B", entropy of the model's softmax, in nats, the mean over query heads.
+      expected: "L M B", of the mean of all draws.
+      drawn: "L M B", of single draws, their mean.
+      holds: "L M B", the share of query heads for which the inequality holds.
+      draws: how many.
+    """
+    rows = np.unique(np.geomspace(1, prompts.length - 1, num_rows).round().astype(np.int32))
+    plain, expected, drawn, holds = by_layer(
+        prompts, _noisy_entropies, jnp.asarray(rows), jnp.arange(draws, dtype=jnp.uint32)
+    )
+    return Arrays(rows=rows, plain=plain, expected=expected, drawn=drawn, holds=holds, draws=draws)
+
+
+@jax.jit
+def _noisy_entropies(layer: Layer, rows: Int[Array, "M"], seeds: UInt32[Array, "X"]) -> tuple[Float[Array, "M B"], ...]:
+    """(entropy, that of the mean of all draws, the mean of that of each, where the second is larger) of every row."""
+    entropy = lambda p: -(p * jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny))).sum(-1)
+    p, B = matrix(layer, rows), layer.q.shape[0]
+
+    def draw(sums, seed):
+        noisy = matrix(layer, rows, seed=jnp.broadcast_to(seed, (B,)))
+        return (sums[0] + noisy, sums[1] + entropy(noisy)), None
+
+    (total, each), _ = jax.lax.scan(draw, (jnp.zeros_like(p), jnp.zeros(p.shape[:3])), seeds)
+    plain, expected = entropy(p), entropy(total / len(seeds))
+    found = plain, expected, each / len(seeds), (expected > plain).astype(jnp.float32)
+    return tuple(x.mean(1).T for x in found)
+
+
+def plot_gumbel_entropy(d: Arrays) -> Figure:
+    """What noise adds to the entropy of a row: of its expectation, and of single draws."""
+    figure, (panels,) = canvas(2, width=5.8, height=4.4, sharey=True)
+    for axes, found, title in zip(panels, (d.expected, d.drawn), ("the mean of draws", "single draws"), strict=True):
+        draw_layers(axes, d.rows + 1, (found - d.plain).mean(-1))
+        axes.axhline(0, color="0.5", linewidth=0.8)
+        axes.set(title=title, xscale="log", xlabel="tokens that a row sees")
+    panels[0].set_ylabel("entropy above that without noise, nats")
+    panels[0].legend(frameon=False, fontsize="small")
+    more, single = (float((x - d.plain).mean()) for x in (d.expected, d.drawn))
+    text = (
+        f"Expected rows have {more:+.2f} nats, and more than without noise in {percent(float(d.holds.mean()))} of rows "
+        f"and heads; a single draw has {single:+.2f}"
+    )
+    return message(figure, text, f"Keyformer, Eq. 8; {d.draws} draws")
