@@ -59,6 +59,7 @@ SIZES = (
     "kv_bytes",
     "kv_bytes_needed",
     "kv_bytes_fitted",
+    "state_bytes",
     "prefill_peak_bytes",
     "decode_peak_bytes",
 )  # of the program
@@ -86,7 +87,7 @@ def test_prompts_are_read_once_and_programs_shared(shallow, monkeypatch):
                     each[i].compile(held[0])
                     programs.append(each[i]._go_on)
                 for (prompt,), full in zip(batches, held, strict=True):
-                    (made,), _ = each[i].run([prompt], None, full)
+                    (made,), _ = each[i].run([prompt], (), full)
                     found[i] |= {(prompt.example.task, prompt.example.index, line["question"]): line for line in made}
     assert [engine.stored is None for engine in each] == [i == 2 for i in range(7)]
     assert len({*map(id, programs)}) == 5

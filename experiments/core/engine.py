@@ -385,10 +385,17 @@ class Engine:
         peak, decode = (peak, decode) if self.run_in == self.plan else (None, None)
         peaks = {"prefill_peak_bytes": peak, "decode_peak_bytes": decode}
         own = {"kv_bytes": part(self.plan.capacities), "kv_bytes_needed": part(self._needed())}
-        others = sum(map(size, jax.tree.leaves(state))) / B - sum(each)
-        own["state_bytes"] = round(others * own["kv_bytes"] / sum(each))
+        own["state_bytes"] = round(
+            sum(map(self._beside_kv, state.layers, self.plan.capacities, self.run_in.capacities))
+        )
         self.cost = {"slots": self.plan.num_slots, **own, **peaks}
         self._slot_bytes = [n / m for n, m in zip(each, self.run_in.capacities, strict=True)]
+
+    def _beside_kv(self, layer: Any, slots: int, ran_in: int) -> float:
+        """Bytes a sequence of what a layer holds beside keys and values, in so many slots."""
+        size = lambda x: x.size * x.dtype.itemsize / self.batch_size * (slots / ran_in if ran_in in x.shape else 1)
+        beside = dataclasses.replace(layer, k=None, v=None)
+        return sum(size(x) for x in jax.tree.leaves(beside) if x.shape[:1] == (self.batch_size,))
 
     def _once(self, function: Any, *arguments: Any, **static: Any) -> Any:
         """A function of the model, compiled for arguments of these shapes once for all that share programs."""
