@@ -280,7 +280,7 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
         if policies and name != "full":
             called = name if kept is None or kept is board.protect else f"{name}{_TRIED}{kept[0]} and {kept[1]}"
             beside.append(Experiment(called, policies, setup, made.options, origin=made.origin))
-    if not {e.name for e in beside} - {*CONTROLS}.difference(board.methods):
+    if not {e.name.partition(_TRIED)[0] for e in beside} - {*CONTROLS}.difference(board.methods):
         shares = ", ".join(f"{share:g}" for share in board.bytes)
         less = ", or a smaller --window" if board.window else ""
         raise ValueError(

@@ -119,6 +119,8 @@ class Findings:
     output: pathlib.Path = pathlib.Path("results/findings")
 
     def __post_init__(self):
+        if self.name == "lost" and not isinstance(self, Lost):
+            raise ValueError("name='lost' has options of its own, those of Lost")
         check_whole(1, **{name: getattr(self, name) for name in ("length", "follow", "batch_size")})
         check_whole(2, prompts=self.prompts)
         check_distinct("budget", [f"{100 * share:.4g} %" for share in self.budget])

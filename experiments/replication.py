@@ -383,7 +383,7 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
     prompts += f", seed {options.seed}"
     for claim in every:
         asked = f"{claim.says} ({prompts})"
-        if asked not in known:
+        if not isinstance(known.get(asked), dict):  # older ones do not say what prompts share
             model, params = models.load(setup.source)
             made, _ = build(setup, find_builders(setup), models.load_tokenizer(setup.source), model.config)
             (policy,) = policies([claim])[claim.a[0]].values()

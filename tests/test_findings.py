@@ -95,6 +95,8 @@ def test_too_few_prompts_are_refused():
         dataclasses.replace(Findings("what_decides"), prompts=1)
     with pytest.raises(ValueError, match=r"budget \(0.5, 1.0\) must be shares of the prompt above 0 and below 1"):
         Findings("what_decides", budget=(0.5, 1.0))
+    with pytest.raises(ValueError, match="those of Lost"):
+        Findings("lost")
 
 
 def test_what_was_measured_with_other_options_or_of_another_text_is_not_overwritten(tmp_path):

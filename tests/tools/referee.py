@@ -4,8 +4,9 @@
     python -m tests.tools.referee --root DIRECTORY    # of a copy of the project
 
 Prints a line for each cell that differs from what the records give by more than its rounding, then how many numbers of
-how many pages were compared, and exits 1 if any differs. Records have six digits, and scores of boards and claims are
-taken as the fractions that these are of. Where a page draws, this draws the same: from sorted values, with the seed 0.
+how many pages were compared, and exits 1 if any differs. Records have six digits, newer ones nine, and scores of boards
+and claims are taken as the fractions that these are of. Where a page draws, this draws the same: from sorted values,
+with the seed 0.
 
 It imports neither `kvjax` nor other tests. Left out are, of boards, tokens written and the measures of answers but
 `edit_similarity`, which no record has; of claims and the main job the ends of a difference's interval, but for which
