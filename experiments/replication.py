@@ -102,6 +102,7 @@ class Replication:
       template: how an instruct model is asked: in a "chat" or in "raw" text; "auto" in a chat where it has a template.
       seed: of examples and draws; with several, each task has its examples anew for each of them.
       text: a file of text for models that do not come with the project, in place of the project's.
+      dtype: of the parameters, activations and KV cache of these models.
       output: where runs and results go.
     """
 
@@ -113,6 +114,7 @@ class Replication:
     template: Literal["auto", "chat", "raw"] = "auto"
     seed: int | tuple[int, ...] = 0
     text: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     output: pathlib.Path = pathlib.Path("results/replication")
 
     def __post_init__(self):
@@ -127,8 +129,8 @@ class Replication:
     def board(self, model: str) -> Board:
         """The sizes of a model's runs."""
         same = ("parts", "examples", "length", "batch_size", "template", "seed")
-        text = None if model in INCLUDED else self.text
-        return Board(model, text=text, **{name: getattr(self, name) for name in same})
+        others = {} if model in INCLUDED else {"text": self.text, "dtype": self.dtype}
+        return Board(model, **others, **{name: getattr(self, name) for name in same})
 
 
 def policies(every: Sequence[Claim]) -> dict[str, dict[float, Policy]]:
@@ -297,10 +299,10 @@ def page(rows: Sequence[Row], options: Replication, prompts: Mapping[str, str] |
     count = {w: sum(row.word == w for row in rows) for w in (*WORDS.values(), UNTESTABLE)}
     each = ", ".join(f"{n} {'hold' if w == 'holds' else w}" for w, n in count.items())
     tests = ", ".join(f"{n} by {x}" for x, n in collections.Counter(row.comparison.test for row in rows).items())
-    text = options.text and f" (text {pathlib.PurePath(options.text).name} where it is not the project's)"
+    text = f", text {pathlib.PurePath(options.text).name}" if options.text else ""
     blocks: list[str | Table] = [
         f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
-        f"{', '.join(options.models)}{text or ''}; policies with each paper's settings, each evicting from the whole "
+        f"{', '.join(options.models)} (those that are not the project's in {options.dtype}{text}); policies with each paper's settings, each evicting from the whole "
         "prompt at once, at shares of it. Differences are points of the score, of perplexities the other's over the "
         "method's, above 1 where the method is better; with 95 % intervals. A word is by a paired test on the same "
         f"examples ({tests}), adjusted for all tries on this page (Holm). Intervals are Tango's beside McNemar's "
