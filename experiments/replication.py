@@ -303,15 +303,15 @@ def page(rows: Sequence[Row], options: Replication, prompts: Mapping[str, str] |
     blocks: list[str | Table] = [
         f"Prompts of up to {options.length:,} tokens, {options.examples} examples a task; models "
         f"{', '.join(options.models)} (those that are not the project's in {options.dtype}{text}); policies with each "
-        "paper's settings, each evicting from the whole prompt at once, at shares of it. Differences are points of the "
-        "score, of perplexities the other's over the method's, above 1 where the method is better; with 95 % intervals. A word is by a "
-        f"paired test on the same examples ({tests}), adjusted for all tries on this page (Holm). Intervals are Tango's beside McNemar's "
-        "test, else they hold what sign flips do not rule out, or are Student's where these can decide nothing. For a "
-        "claim to keep a share of the full cache's "
-        f"score, the difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent "
-        "less; for the gain at small budgets, between gains at the smallest and the largest; for the beginning, "
-        "between the share of what is kept there and a half. Least: the difference that such a test finds in 80 % of "
-        f"samples. Untestable: no answer differs, or all scores are below {100 * MARGIN:.0f} points, or from "
+        "paper's settings, each evicting from the whole prompt at once, at shares of it. Differences are points of "
+        "the score, of perplexities the other's over the method's, above 1 where the method is better; with 95 % "
+        f"intervals. A word is by a paired test on the same examples ({tests}), adjusted for all tries on this page "
+        "(Holm). Intervals are Tango's beside McNemar's test, else they hold what sign flips do not rule out, or are "
+        "Student's where these can decide nothing. For a claim to keep a share of the full cache's score, the "
+        f"difference is to that share; for one never to lose, to {100 * MARGIN:.0f} points or percent less; for the "
+        "gain at small budgets, between gains at the smallest and the largest; for the beginning, between the share "
+        "of what is kept there and a half. Least: the difference that such a test finds in 80 % of samples. "
+        f"Untestable: no answer differs, or all scores are below {100 * MARGIN:.0f} points, or from "
         f"{100 * MARGIN:.0f} points below the full cache's to {200 * MARGIN:.0f} above it.",
         *(f"{name}: {said}" for name, said in (prompts or {}).items()),
         "![The claims with intervals](claims.png)",
