@@ -491,7 +491,7 @@ def table(found: Found, share: float) -> str | Table:
 
 _CELLS = (
     "method", "score, % or perplexity", "bytes of full", "needed", "fitted", "beside KV", "live of prompt",
-    "tokens written",
+    "seconds of reading", "tokens written",
 )  # fmt: skip
 
 
@@ -500,7 +500,8 @@ def _cells(n: Number) -> tuple[str, ...]:
     sizes = (n["kv_of_full"] * n.get(kind, math.nan) / n["kv_bytes"] for kind in kinds)
     each = ("" if math.isnan(size) else f"{size:.1%}" for size in sizes)
     written = f"{n['written']:.1f}" if n["kind"] == "score" else ""  # of likelihoods nothing is
-    return _name(n), scored(n, ".1f"), *each, f"{n['live']:.1%}", written
+    read = n.get("read_seconds", math.nan)
+    return _name(n), scored(n, ".1f"), *each, f"{n['live']:.1%}", "" if math.isnan(read) else f"{read:.2f}", written
 
 
 def alike(found: Found, shares: Sequence[float], more: Sequence[str]) -> Table:
@@ -633,9 +634,9 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
         f"examples a task; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches with room "
         "for the answers, whatever larger budget's slots they ran in; needed ones leave out what slots are rounded up "
         "by, fitted ones what stays empty once a prompt is read; what the state holds beside keys and values are "
-        "positions and statistics. Intervals are of 95 %; p-values are of "
-        "paired tests on the same examples, adjusted for all pairs of methods of a table (Holm). Better than, worse "
-        "than: how many others.",
+        "positions and statistics. Seconds of reading are a prompt's, of all methods that share the reading. "
+        "Intervals are of 95 %; p-values are of paired tests on the same examples, adjusted for all pairs of methods "
+        "of a table (Holm). Better than, worse than: how many others.",
         "![What is left of the full cache's score](heat.png)",
         "![Scores with intervals](curves.png)",
     ]

@@ -43,7 +43,7 @@ def samples(directory):
 
 
 def without_times(lines, more=()):
-    measured = ("prefill_seconds", "decode_tokens_per_second", *more)
+    measured = ("prefill_seconds", "read_seconds", "decode_tokens_per_second", *more)
     return [{k: v for k, v in s.items() if k not in measured} for s in lines]
 
 

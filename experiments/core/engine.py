@@ -196,16 +196,21 @@ def _most_live(logits: Array, token: Array, state: kvjax.State) -> Int[Array, "B
 
 
 class Full(NamedTuple):
-    """What the prompts of a batch leave before anything is evicted."""
+    """What the prompts of a batch leave before anything is evicted.
+
+    Attributes:
+      seconds: of a prompt's reading, KVzip's second one with it; None of the first batch, whose program is compiled.
+    """
 
     logits: Float[Array, "B V"]
     state: kvjax.State
     stats: kvjax.AttnStats
+    seconds: float | None = None
 
     @property
     def num_bytes(self) -> int:
         """Of all arrays."""
-        return sum(x.nbytes for x in jax.tree.leaves(self))
+        return sum(x.nbytes for x in jax.tree.leaves(self[:3]))
 
 
 def read_once(engines: Sequence["Engine"], batches: Iterable[Sequence[Prompt]]) -> Iterator[tuple[Any, list[Full]]]:
@@ -222,10 +227,13 @@ def read_once(engines: Sequence["Engine"], batches: Iterable[Sequence[Prompt]]) 
     policies = [engine.policy for engine in engines]
     batches_held: list[Sequence[Prompt]] = []
     held: list[Full] = []
-    for batch in batches:
+    for n, batch in enumerate(batches):
         tokens, lengths, keys = one.rows(batch)
         how: dict[str, Any] = {"policies": policies, "stored": one.stored, "key": keys}
-        held.append(Full(*read_whole(one.model, one.params, Prompts(tokens, lengths), one.shape.planned, **how)))
+        start = time.perf_counter()
+        left = read_whole(one.model, one.params, Prompts(tokens, lengths), one.shape.planned, **how)
+        seconds = (time.perf_counter() - start) / len(jax.block_until_ready(left)[0])
+        held.append(Full(*left, seconds if n else None))
         batches_held.append(batch)
         if sum(full.num_bytes for full in held) + held[-1].num_bytes > HELD:
             yield batches_held, held
@@ -435,7 +443,7 @@ class Engine:
           prompts: at most a batch.
           shown: the examples whose kept positions are wanted.
           full: what the prompts leave that were read for several policies; read here if None, or where the policy has
-            to read by itself. Lines then have no `prefill_seconds`.
+            to read by itself. Lines then have no `prefill_seconds`, but the `read_seconds` of all these policies.
 
         Returns:
           The lines of every prompt's questions; and of each prompt whose example is among `shown` the positions "K S"
@@ -475,6 +483,8 @@ class Engine:
                     lines.append(self._line(row, *row.asked[n], *answer))
         speed = num_tokens / decode_seconds if self.run_in == self.plan else None
         times = {"prefill_seconds": prefill_seconds, "decode_tokens_per_second": speed}
+        if prefill_seconds is None and full is not None:
+            times["read_seconds"] = full.seconds
         for b, (row, lines) in enumerate(zip(prompts, found, strict=True)):
             same = {"prompt_tokens": len(row.tokens), "live": float(live[b]), "kv_bytes_fitted": round(fitted[b])}
             same |= {**self.cost, **times}

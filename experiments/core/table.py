@@ -27,7 +27,7 @@ ALIKE: Final = ("same", "prefix", "edit_similarity")
 TEXT_METRICS: Final = ("rouge_1", "rouge_2", "rouge_l", "bleu", "meteor")
 """Those of the papers' tables of summaries and reconstructions; `metrics.find` says what each needs."""
 
-_TIMES = ("prefill_seconds", "decode_tokens_per_second")
+_TIMES = ("prefill_seconds", "read_seconds", "decode_tokens_per_second")
 _MOST = ("most_live", "slots", "kv_bytes", "kv_bytes_needed", "kv_bytes_fitted", "state_bytes",
          "prefill_peak_bytes", "decode_peak_bytes")  # fmt: skip
 _MEANS = ("score", "live", "prompt_tokens")
