@@ -129,7 +129,7 @@ class Replication:
     def board(self, model: str) -> Board:
         """The sizes of a model's runs."""
         same = ("parts", "examples", "length", "batch_size", "template", "seed")
-        others = {} if model in INCLUDED else {"text": self.text, "dtype": self.dtype}
+        others: dict[str, Any] = {} if model in INCLUDED else {"text": self.text, "dtype": self.dtype}
         return Board(model, **others, **{name: getattr(self, name) for name in same})
 
 
