@@ -8,16 +8,19 @@ import sys
 import types
 
 import numpy as np
+import pandas as pd
 import pytest
 
+from kvjax.experiments import run
 from kvjax.experiments.bench.peers import __main__ as peers
-from kvjax.experiments.bench.peers import environment, measure, rows
+from kvjax.experiments.bench.peers import answers, environment, measure, rows
 from kvjax.experiments.bench.peers.checkpoints import MODELS, Model, as_toy, checkpoint
 from kvjax.experiments.bench.peers.report import draw, markdown, short
 from kvjax.experiments.bench.peers.rows import GOALS, Job, Row
 from kvjax.experiments.bench.peers.workers import JobError, Sides
+from kvjax.models import load_tokenizer
 from kvjax.models.weights import read_config
-from tests.runs import ROOT, one_layer
+from tests.runs import ROOT, one_layer, small
 
 # A worker whose jobs are as quick as their `length` says, in milliseconds, and fail or end the process by their name.
 WORKER = """
@@ -306,3 +309,31 @@ def test_a_model_of_ones_own_is_measured(tmp_path):
     peers.bench(only=("first/kept", "prefill"), toy=True, threads=1, seconds=1e-9, output=output, **options)
     assert [row["name"] for row in stored(tmp_path).values()] == ["prefill/128", "prefill/256", "first/kept"]
     assert f"## {one_layer()}-bfloat16" in (output / "peers.md").read_text()
+
+
+def test_presses_answer_what_a_run_was_asked(made, tmp_path, monkeypatch):
+    """Each once; scores, places and answers that are the same stand beside the run's."""
+    where, output, told = tmp_path / "run", tmp_path / "answers", []
+    run.main([*small(tasks=["key_value"], baselines=["tova"]), "--config", "snapkv.py", "--output", str(where)])
+    setup, prompts = answers.asked(where, 3)
+    tokenizer = load_tokenizer(setup.source)
+
+    def apart(module, function, *given, **how):
+        told.append((function, *given[2:4]))
+        right = [tokenizer.encode(p.example.questions[0].references[0]) for p in prompts]
+        return {"kvpress": "1"} if function == "versions" else right if given[2] == "SnapKVPress" else [[], *right[1:]]
+
+    monkeypatch.setattr(answers, "apart", apart)
+    monkeypatch.setattr(answers, "check_interpreter", lambda python: python)
+    ask = lambda **more: answers.bench(where, "0.5", examples=3, peers_python=tmp_path, output=output, **more)
+    with pytest.raises(ValueError, match=r"has no h2o at 0.5 that has a press; there are snapkv, tova"):
+        ask(methods=("h2o",))
+    ask()
+    ask()
+    share = 21 / sum(len(p.tokens) for p in prompts)
+    asked = [x for x in told if x[0] == "answers"]
+    assert asked == [("answers", press, pytest.approx(share)) for press in ("SnapKVPress", "TOVAPress")]
+    text = (output / "answers.md").read_text()
+    assert "2 methods of kvjax and presses of kvpress on 3 prompts" in text
+    found = pd.read_csv(output / "scores.csv.gz").groupby("method")["theirs"].sum()
+    assert found.to_dict() == {"snapkv": 3.0, "tova": 2.0}

@@ -34,7 +34,7 @@ from kvjax.drivers.several import read_whole, stored_as
 from kvjax.drivers.state import Prompts, empty_state
 from kvjax.drivers.steps import checked_logits
 from kvjax.experiments.core.records import Line
-from kvjax.experiments.tasks import Example, Protocol, Tokens
+from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
 from kvjax.models import pad_left
 from kvjax.plan import own_params, sharing
 from kvjax.storage.mesh import DATA, sharding
@@ -554,10 +554,15 @@ class Engine:
         if question.continuation:
             n = len(question.continuation)
             return {**line, "nll": float(-logp[len(given) - n : len(given)].mean()), "tokens": n}
-        text = self.tokenizer.decode(answer[:-1] if answer and answer[-1] in self._ends else answer)
-        output = text[: min((at for stop in question.stop if (at := text.find(stop)) >= 0), default=len(text))]
+        output = text_of(self.tokenizer, question, answer, self._ends)
         judged = {"score": question.score(output), "metric": question.metric} if question.metric else {}
         return {**line, **judged, "output": output, "references": list(question.references), "tokens": len(answer)}
+
+
+def text_of(tokenizer: Any, question: Question, answer: Sequence[int], ends: Collection[int]) -> str:
+    """What an answer says: up to the token that ends it, or the first of the question's stop strings."""
+    text = tokenizer.decode([*answer[:-1]] if answer and answer[-1] in ends else [*answer])
+    return text[: min((at for stop in question.stop if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def peak_bytes(compiled: Any) -> int | None:

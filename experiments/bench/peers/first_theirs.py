@@ -1,12 +1,15 @@
 """As `first_ours` with transformers or kvpress, in the environment without kvjax."""
 
+import json
+import pathlib
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 import transformers
 
 from ..process import held, loading
-from .theirs import make_press
+from .theirs import attend, make_press, version
 
 
 def pretrained(checkpoint: str, dtype: str) -> Any:
@@ -33,3 +36,31 @@ def answer(checkpoint: str, dtype: str, length: int, new: int, what: str, budget
     with make_press(what, budget)(model):
         model.generate(tokens, **how)
     return {"peak": held("VmHWM")}
+
+
+def answers(checkpoint: str, dtype: str, what: str, budget: float, file: str) -> list[list[int]]:
+    """Greedy answers under a press; a file has of every prompt its tokens, the most new ones, and those that end it."""
+    model = pretrained(checkpoint, dtype).eval()
+    return [_answered(model, what, budget, *asked) for asked in json.loads(pathlib.Path(file).read_bytes())]
+
+
+@torch.inference_mode()
+def _answered(
+    model: Any, what: str, budget: float, tokens: Sequence[int], most: int, ends: Collection[int]
+) -> list[int]:
+    cache, found = transformers.DynamicCache(), list[int]()
+    attend(model, "eager" if what == "ObservedAttentionPress" else "sdpa")
+    with make_press(what, budget)(model):
+        out = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    attend(model, "sdpa")
+    while True:
+        found.append(int(out.logits[0, -1].argmax()))
+        if len(found) == most or found[-1] in ends:
+            return found
+        at = torch.tensor([[len(tokens) + len(found) - 1]])
+        out = model(torch.tensor([found[-1:]]), past_key_values=cache, use_cache=True, position_ids=at)
+
+
+def versions() -> dict[str, str | None]:
+    """Of what answers."""
+    return {name: version(name) for name in ("torch", "transformers", "kvpress")}

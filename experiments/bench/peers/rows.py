@@ -101,8 +101,7 @@ class Row:
         return (self.ours, self.beside, *self.less)
 
 
-# kvjax's methods and the press of each: SnapKV's where there is none. AdaKVPress, half as fast, has its own row.
-_PRESS = {
+PRESSES = {
     "pyramidkv": "PyramidKVPress",
     "knorm": "KnormPress",
     "keydiff": "KeyDiffPress",
@@ -115,6 +114,7 @@ _PRESS = {
     "streaming_llm": "StreamingLLMPress",
     "random": "RandomPress",
 }
+"""kvjax's methods and the press of each; others stand beside SnapKVPress, and AdaKVPress, half as fast, by itself."""
 _STEPWISE = ("tova", "h2o", "keyformer", "roco", "random")  # those that evict at every step
 
 
@@ -188,7 +188,7 @@ def _full(m: Model) -> Iterator[Row]:
 def _budgeted(m: Model) -> Iterator[Row]:
     row, job = functools.partial(Row, m.name), functools.partial(_job, m)
     for name in (*m.methods, *m.more):
-        press = _PRESS.get(name, "SnapKVPress")
+        press = PRESSES.get(name, "SnapKVPress")
         text = f"decoding at {m.budget:.0%} of {m.lengths[1]:,} tokens, {name}"
         yield row(f"decode/{name}", text, job(name), job(press), late=name in m.more)
         if name == "ada_snapkv":
