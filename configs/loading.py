@@ -18,20 +18,20 @@ from typing import Any, Final
 from kvjax.configs.methods import CONFIGS
 
 _HERE = pathlib.Path(__file__).parent
-_SCRIPTS: Final = {"learned_budget": "learn.py budget", "learned_scorer": "learn.py scorer"}
+_SCRIPTS: Final = {"learned_budget": "learn budget", "learned_scorer": "learn scorer"}
 
 
-def available(script: str = "run.py") -> list[str]:
-    """The configs that come with the project for a script in experiments/."""
-    return sorted(CONFIGS) if script == "run.py" else [name for name, asks in _SCRIPTS.items() if asks == script]
+def available(script: str = "run") -> list[str]:
+    """The configs that come with the project for a command."""
+    return sorted(CONFIGS) if script == "run" else [name for name, asks in _SCRIPTS.items() if asks == script]
 
 
-def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
+def find(config: str, script: str = "run") -> tuple[str, Callable[..., Any]]:
     """The name and the `get_config` of a config.
 
     Args:
       config: "snapkv", "snapkv.py" or "configs/snapkv.py" for one of the project, or a path to a file of one's own.
-      script: which script in experiments/ asks.
+      script: the command, as "run" and "learn budget".
 
     Raises:
       ValueError: no such config, naming those that exist; one for another script; a file that fails when it is loaded,
@@ -41,12 +41,12 @@ def find(config: str, script: str = "run.py") -> tuple[str, Callable[..., Any]]:
     path = pathlib.Path(config)
     stem = path.stem if path.suffix == ".py" else path.name
     here = path.parent == pathlib.Path(".") or (path.parent == pathlib.Path("configs") and not path.is_file())
-    if here and script == "run.py" and stem in CONFIGS:
+    if here and script == "run" and stem in CONFIGS:
         return stem, CONFIGS[stem]
     if here and stem in available(script):
         path = _HERE / f"{stem}.py"
     elif here and stem in _SCRIPTS:
-        raise ValueError(f"{stem}.py is a config of experiments/{_SCRIPTS[stem]}, not of experiments/{script}")
+        raise ValueError(f"{stem}.py is a config of kvjax {_SCRIPTS[stem]}, not of kvjax {script}")
     if path.suffix != ".py" or not path.is_file():
         raise unknown("config", config, available(script), "give a path to a .py file")
     get_config = getattr(_load(path), "get_config", None)

@@ -12,11 +12,6 @@ in `results/board/MODEL/runs/`, so that an interrupted board goes on. Written be
 scores with intervals, and `scores.csv.gz`, a row a policy and example, from which all numbers of the page are.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import bisect
 import collections
 import dataclasses
@@ -47,7 +42,7 @@ from kvjax.configs.experiment import (
     with_params,
 )
 from kvjax.experiments.core import job, metrics, stats
-from kvjax.experiments.core.command import check_output, run_options, write_page
+from kvjax.experiments.core.command import as_command, check_output, parsed, write_page
 from kvjax.experiments.core.engine import Shape, shapes
 from kvjax.experiments.core.page import Table, markdown, percent, scored
 from kvjax.experiments.core.setup import build, find_builders, read_text
@@ -675,10 +670,11 @@ def run(board: Board, command: list[str]) -> None:
     write_page(board.directory, "board", page(board, parts), figures, rows)
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    run_options(Board, lambda options: run(options, [sys.executable, *sys.argv]), argv, "board", __doc__)
+    run(parsed(Board, argv, "board", __doc__), [sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -9,11 +9,6 @@ Writes the picture (`NAME.png`), its arrays (`NAME.npz`) and where they come fro
 Each figure is a function in `experiments.papers` that returns the arrays, and one that plots them.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import contextlib
 import dataclasses
 import inspect
@@ -31,7 +26,7 @@ from tqdm import tqdm
 
 from kvjax import models
 from kvjax.configs.experiment import check_distinct, check_whole
-from kvjax.experiments.core.command import check_output, run_options, write_figure, write_json
+from kvjax.experiments.core.command import as_command, check_output, parsed, write_figure, write_json
 from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.papers import FIGURES, prompts
@@ -183,12 +178,13 @@ def run(options: Options, command: Sequence[str]) -> None:
     print(f"written to {options.output}")
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
     names = "\n".join(f"  {name:20s} {figure.title}" for name, figure in FIGURES.items())
     about = f"{(__doc__ or '').splitlines()[0]}\n\nfigures:\n{names}"
-    run_options(Options, lambda options: run(options, [sys.executable, *sys.argv]), argv, "figures", about)
+    run(parsed(Options, argv, "figures", about), [sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -14,18 +14,12 @@ board does, and traces in which layers and heads the fact is live when the answe
 to which batches of prompts are added as they end.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import io
 import itertools
 import json
 import pathlib
 import shlex
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -44,7 +38,7 @@ from kvjax.budgets import STEP, Pyramid, Schedule
 from kvjax.configs.experiment import Budget, Setup, check_distinct, check_whole
 from kvjax.experiments.board import PARTS, PROTECTED
 from kvjax.experiments.core import stats
-from kvjax.experiments.core.command import check_output, run_options, write_page
+from kvjax.experiments.core.command import as_command, check_output, parsed, write_page
 from kvjax.experiments.core.page import Table, cell, markdown, percent
 from kvjax.experiments.core.setup import Run, text_digest
 from kvjax.experiments.papers import prompts
@@ -420,10 +414,11 @@ def _stored(file: pathlib.Path, asked: str) -> Record:
         return {name: x for name, x in data.items() if name != "options"}
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    run_options(Lost if "lost" in argv else Findings, run, argv, "findings", __doc__)
+    run(parsed(Lost if "lost" in argv else Findings, argv, "findings", __doc__))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

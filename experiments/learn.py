@@ -8,18 +8,14 @@ Each has a --help. What is interrupted goes on with the same command.
 """
 
 import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
 
-from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import as_command, typed
+from kvjax.experiments.core.compiled import HELP, read_cache_option
 from kvjax.experiments.run import check_apart, default_directory, parse
 
 CONFIGURED = ("budget", "scorer")  # by files in configs/
@@ -35,22 +31,22 @@ def run_config(script: str, run: Callable[..., str], argv: Sequence[str]) -> Non
     print(f"written to {directory}")
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Does what the first argument names, with the options that follow."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        if not argv or argv[0] in ("-h", "--help"):
-            print(__doc__)
-            return
-        what, *options = argv
-        if what not in WHAT:
-            raise ValueError(f"nothing is learned by the name {what!r}; there are {', '.join(WHAT)}")
-        module: Any = importlib.import_module(f"kvjax.experiments.learning.{what}")
-        if what in CONFIGURED:
-            run_config(f"learn.py {what}", module.run, options)
-        else:
-            tyro.cli(module.run, args=options, prog=f"experiments/learn.py {what}", description=module.__doc__)
+    argv = read_cache_option(argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: {typed('learn')} {{{','.join(WHAT)}}} [OPTIONS]\n\n{__doc__}\n{HELP}")
+        return
+    what, *options = argv
+    if what not in WHAT:
+        raise ValueError(f"nothing is learned by the name {what!r}; there are {', '.join(WHAT)}")
+    module: Any = importlib.import_module(f"kvjax.experiments.learning.{what}")
+    if what in CONFIGURED:
+        run_config(f"learn {what}", module.run, options)
+    else:
+        tyro.cli(module.run, args=options, prog=typed(f"learn {what}"), description=module.__doc__)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -8,16 +8,10 @@
 What configs need of the models that come with the project stands beside their weights.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import io
 import pathlib
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -27,8 +21,7 @@ import tyro
 from kvjax import models
 from kvjax.configs.experiment import check_whole
 from kvjax.drivers.text import repeating
-from kvjax.experiments.core.command import check_output, script
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import as_command, check_output, parsed
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import task_of
@@ -174,6 +167,11 @@ def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
     _write(probe, made, find)
 
 
+@as_command
+def main(argv: Sequence[str]) -> None:
+    """Finds what the first argument names."""
+    parsed({f.__name__: f for f in (filters, heads, kvzap, queries)}, argv, "probe", __doc__)
+
+
 if __name__ == "__main__":
-    commands = {f.__name__: f for f in (filters, heads, kvzap, queries)}
-    script(commands, read_cache_option(sys.argv[1:]), description=__doc__)
+    main()

@@ -9,11 +9,6 @@ main job in `results/replication/runs/`, so that what was interrupted goes on. W
 `claims.png`, and `scores.csv.gz`, a row a policy and example, from which all numbers of the page are.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import collections
 import dataclasses
 import json
@@ -32,7 +27,7 @@ from kvjax import Policy, methods, models
 from kvjax.configs.experiment import Experiment, check_distinct, check_whole, label
 from kvjax.experiments.board import PARTS, Board, Part, judged, mark
 from kvjax.experiments.core import job, stats
-from kvjax.experiments.core.command import check_output, run_options, write_json, write_page
+from kvjax.experiments.core.command import as_command, check_output, parsed, write_json, write_page
 from kvjax.experiments.core.page import Table, difference, markdown
 from kvjax.experiments.core.setup import build, find_builders, text_digest
 from kvjax.experiments.papers.base import canvas, message, style
@@ -399,10 +394,11 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
     return found
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    run_options(Replication, lambda options: run(options, [sys.executable, *sys.argv]), argv, "replication", __doc__)
+    run(parsed(Replication, argv, "replication", __doc__), [sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

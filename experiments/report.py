@@ -10,11 +10,6 @@ row a number. Of runs that all have one setup it writes the pictures too. Pages 
 them where they are beside each other.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import dataclasses
 import pathlib
 import shlex
@@ -25,7 +20,7 @@ from typing import Annotated, Any
 import tyro
 
 from kvjax.configs.experiment import check_whole
-from kvjax.experiments.core.command import check_output, plain_errors, write_figure
+from kvjax.experiments.core.command import as_command, check_output, typed, write_figure
 from kvjax.experiments.core.locks import alone_in
 from kvjax.models.written import write_bytes
 
@@ -94,20 +89,20 @@ def write(directories: Sequence[pathlib.Path], output: pathlib.Path, command: st
     return numbers
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Reads, writes, and names what was left out."""
-    with plain_errors():
-        shown = tyro.cli(Page, args=argv, prog="experiments/report.py", description=__doc__)
-        if shown.readme:
-            from kvjax.experiments.core import readme
+    shown = tyro.cli(Page, args=argv, prog=typed("report"), description=__doc__)
+    if shown.readme:
+        from kvjax.experiments.core import readme
 
-            for path, text in readme.changed().items():
-                write_bytes(path, text.encode())
-                print(f"numbers written to {path}")
-            return
-        numbers = write(shown.runs, shown.output, f"python experiments/report.py {shlex.join(argv)}", shown.samples)
-        print(f"{len(numbers)} numbers written to {shown.output / _PAGE}")
+        for path, text in readme.changed().items():
+            write_bytes(path, text.encode())
+            print(f"numbers written to {path}")
+        return
+    numbers = write(shown.runs, shown.output, f"python experiments/report.py {shlex.join(argv)}", shown.samples)
+    print(f"{len(numbers)} numbers written to {shown.output / _PAGE}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

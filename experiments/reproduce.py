@@ -12,11 +12,6 @@ Says first what is missing, what is not the paper's about the run, and about how
 resumes. `--seed 0 1 2` runs every row with three seeds and pools them.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -25,8 +20,7 @@ from typing import Any
 import tyro
 
 from kvjax.experiments import figures
-from kvjax.experiments.core.command import plain_errors, write_figure, write_json
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import as_command, parsed, write_figure, write_json
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.core.records import Records
 from kvjax.experiments.papers import numbers, pages
@@ -130,27 +124,25 @@ def _as_typed(command: Sequence[str]) -> list[str]:
     if "--output" in kept:
         at = kept.index("--output")
         del kept[at : at + 2]
-    return ["python", f"experiments/{pathlib.Path(script).name}", *kept]
+    name = pathlib.Path(script).name
+    return ["kvjax", *kept] if name == "kvjax" else ["python", f"experiments/{name}", *kept]
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
-    with plain_errors():
-        argv = read_cache_option(argv)
-        flags = tyro.conf.FlagCreatePairsOff[Options]
-        options = tyro.cli(
-            flags, args=argv, prog="experiments/reproduce.py", description=(__doc__ or "").splitlines()[0]
-        )
-        if options.list:
-            print(pages.listing(pages.recorded()))
-        elif options.entry is None:
-            raise ValueError("name an entry, such as ada-kv/table2; --list has them all, --help the options")
-        elif options.published or options.plan:
-            entry = find(options.entry)
-            print(pages.published(entry) if options.published else planned(entry, options))
-        else:
-            reproduce(options, [sys.executable, *sys.argv])
+    flags = tyro.conf.FlagCreatePairsOff[Options]
+    options = parsed(flags, argv, "reproduce", (__doc__ or "").splitlines()[0])
+    if options.list:
+        print(pages.listing(pages.recorded()))
+    elif options.entry is None:
+        raise ValueError("name an entry, such as ada-kv/table2; --list has them all, --help the options")
+    elif options.published or options.plan:
+        entry = find(options.entry)
+        print(pages.published(entry) if options.published else planned(entry, options))
+    else:
+        reproduce(options, [sys.executable, *sys.argv])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

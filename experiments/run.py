@@ -8,11 +8,6 @@ Results go to `results/<name>/` (or `--output`): `manifest.json`, `samples.jsonl
 and the page, `report.html`. An interrupted run resumes; a finished one is not repeated.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import argparse
 import hashlib
 import inspect
@@ -33,8 +28,8 @@ from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup,
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.experiments import report, tasks
 from kvjax.experiments.core import job
-from kvjax.experiments.core.command import plain_errors
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import as_command, typed
+from kvjax.experiments.core.compiled import HELP, read_cache_option
 from kvjax.experiments.core.screen import screen
 from kvjax.experiments.core.setup import (
     check_is,
@@ -42,24 +37,24 @@ from kvjax.experiments.core.setup import (
 from kvjax.models.packaged import TERMS, accept_license
 
 _PICTURES = "score_against_budget.png", "perplexity_against_budget.png"
-_RETURNED = {"run.py": Experiment, "learn.py budget": LearnedBudget, "learn.py scorer": LearnedScorer}
+_RETURNED = {"run": Experiment, "learn budget": LearnedBudget, "learn scorer": LearnedScorer}
 
 
-def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Namespace, list[str]]:
+def parse(argv: Sequence[str], script: str = "run") -> tuple[Any, argparse.Namespace, list[str]]:
     """The experiment, the options of a script, and the overrides as typed.
 
     Raises:
       ValueError: an unknown config.
       SystemExit: options that do not exist or do not fit, after saying which do; or --help.
     """
-    parser = argparse.ArgumentParser(prog=f"experiments/{script}", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=typed(script), add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", help="a file in configs/, by name, or a path")
     parser.add_argument(
         "--output", type=pathlib.Path, metavar="DIR", help="where results go; results/<name> by default"
     )
     parser.add_argument("--restart", action="store_true", help="begin anew; an earlier run there is moved aside")
     parser.add_argument("--accept-license", choices=TERMS, help="of a model: its terms, which you have read and accept")
-    if script == "run.py":
+    if script == "run":
         parser.add_argument(
             "--policy",
             metavar="FILE.py:make",
@@ -76,19 +71,19 @@ def parse(argv: Sequence[str], script: str = "run.py") -> tuple[Any, argparse.Na
             "--list-tasks", action="store_true", help="print the tasks and what they ask, as --tasks list"
         )
     own, overrides = parser.parse_known_args(argv)
-    if script == "run.py" and (own.list_tasks or _lists_tasks(overrides)):
+    if script == "run" and (own.list_tasks or _lists_tasks(overrides)):
         print(tasks.listing())
         raise SystemExit(0)
     if own.config is None and getattr(own, "policy", None) is None:
         if not {"-h", "--help"} & set(argv):
-            raise ValueError(f"--config is missing; experiments/{script} --help lists them and their options")
-        print(parser.format_help() + f"\nconfigs: {', '.join(configs.available(script))}")
+            raise ValueError(f"--config is missing; {typed(script)} --help lists them and their options")
+        print(f"{parser.format_help()}\n{HELP}\n\nconfigs: {', '.join(configs.available(script))}")
         print("\n--config FILE --help says what the options of a method are, too. Of every config:\n")
-        tyro.cli(Setup if script == "run.py" else Prompts, args=["--help"], prog=f"experiments/{script}")
+        tyro.cli(Setup if script == "run" else Prompts, args=["--help"], prog=typed(script))
     if own.accept_license:
         accept_license(own.accept_license)
     name, get_config = _config_of(own, script)
-    program = f"experiments/{script} --config {own.config} [--output DIR] [--restart]"
+    program = f"{typed(script)} --config {own.config} [--output DIR] [--restart]"
     if {"-h", "--help"} & set(overrides):
         print(parser.format_help())
     experiment = tyro.cli(get_config, args=overrides, prog=program)
@@ -157,7 +152,7 @@ def _lists_tasks(overrides: Sequence[str]) -> bool:
     return any(a == "--tasks" and b == "list" for a, b in itertools.pairwise(overrides)) or "--tasks=list" in overrides
 
 
-def default_directory(own: argparse.Namespace, overrides: Sequence[str], script: str = "run.py") -> pathlib.Path:
+def default_directory(own: argparse.Namespace, overrides: Sequence[str], script: str = "run") -> pathlib.Path:
     """A directory of its own for every config and choice of options; a long name ends in a digest."""
     stem = _config_of(own, script)[0]
     name = "-".join([stem, *(o.removeprefix("--").replace("/", "_") for o in overrides)])
@@ -195,19 +190,19 @@ def _said(directory: pathlib.Path, command: Sequence[str]) -> str:
     return screen(numbers, views.AVERAGE, files, views.whole(numbers), views.kept_whole(numbers))
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, prints the report."""
-    with plain_errors():
-        experiment, own, overrides = parse(read_cache_option(argv))
-        directory = own.output or default_directory(own, overrides)
-        if own.shard is not None:
-            directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")
-        check_apart(directory, own, experiment.setup.source)
-        mesh = None if own.mesh is None else kvjax.make_mesh(**own.mesh)
-        options = {"restart": own.restart, "shard": own.shard, "mesh": mesh}
-        job.run(experiment, directory, [sys.executable, *sys.argv], **options)
-        print(f"\n{_said(directory, [sys.executable, *sys.argv])}")
+    experiment, own, overrides = parse(read_cache_option(argv))
+    directory = own.output or default_directory(own, overrides)
+    if own.shard is not None:
+        directory = directory.with_name(f"{directory.name}-shard-{own.shard[0]}-of-{own.shard[1]}")
+    check_apart(directory, own, experiment.setup.source)
+    mesh = None if own.mesh is None else kvjax.make_mesh(**own.mesh)
+    options = {"restart": own.restart, "shard": own.shard, "mesh": mesh}
+    job.run(experiment, directory, [sys.executable, *sys.argv], **options)
+    print(f"\n{_said(directory, [sys.executable, *sys.argv])}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

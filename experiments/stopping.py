@@ -2,14 +2,12 @@
 
 Python raises KeyboardInterrupt wherever the main thread is: in a callback, which drops it, or after minutes of
 compiling. Here a thread of its own takes signals, which ends a process at any time, and work asks whether to go on.
-Of the standard library alone, since scripts begin with it, before imports that take seconds.
+`core.command` begins it for every command.
 """
 
 import contextlib
 import os
-import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -26,25 +24,12 @@ class Interrupted(KeyboardInterrupt):
     """An interruption, with a line that says what is stored."""
 
 
-def begin_module() -> None:
-    """`begin`, where `python -m` runs a module of kvjax.experiments, before which kvjax is imported."""
-    arguments = iter(sys.orig_argv[1:])
-    for argument in arguments:  # options of one letter may stand together, and the last may hold its value
-        if argument == "--check-hash-based-pycs":
-            next(arguments, None)
-        elif found := re.match(r"-[a-zA-Z]*?([mWX])(.*)", argument):
-            value = found[2] or next(arguments, "")
-            if found[1] == "m":
-                return begin() if value.startswith("kvjax.experiments.") else None
-
-
 def begin() -> None:
     """Takes the signals of this process over, but for those that are ignored, as under nohup; once."""
     global _began
     if _began:
         return
     _began = True
-    sys.modules.setdefault("kvjax.experiments.stopping", sys.modules[__name__])  # a script imports it as its neighbour
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)

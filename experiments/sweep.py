@@ -11,11 +11,6 @@ the same name in `--output`: so runs that are there are not repeated, and those 
 reads the directories as those of any run.
 """
 
-import importlib
-
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
 import ast
 import contextlib
 import dataclasses
@@ -36,8 +31,8 @@ import tyro
 
 from kvjax import configs
 from kvjax.experiments import run, stopping
-from kvjax.experiments.core.command import imported, plain_errors
-from kvjax.experiments.core.compiled import OPTION, read_cache_option
+from kvjax.experiments.core.command import as_command, imported, typed
+from kvjax.experiments.core.compiled import HELP, OPTION
 
 _OF_THE_SWEEP = "--output", "--restart", "--shard", "--list-tasks", "--help", "-h"
 Ended = tuple["Job", str]  # a job, and why it failed; nothing if it did not
@@ -93,7 +88,7 @@ def parse(argv: Sequence[str]) -> tuple[Sweep, list[list[str]]]:
     """
     words = [text for text in argv if text != OPTION]
     at = words.index("--") if "--" in words else len(words)
-    how: dict[str, Any] = {"prog": "experiments/sweep.py", "description": __doc__, "return_unknown_args": True}
+    how: dict[str, Any] = {"prog": typed("sweep"), "description": f"{__doc__}\n{HELP}", "return_unknown_args": True}
     (own, rest), fixed = tyro.cli(Sweep, args=words[:at], **how), words[at + 1 :]
     sources = [("--config", x) for x in own.config] + [("--policy", x) for x in own.policy]
     if not sources:
@@ -403,23 +398,21 @@ def _scheduled(planned: Sequence[Job], own: Sweep) -> Generator[Ended, None, Non
     return local(planned, places(own.workers, devices(), len(os.sched_getaffinity(0))))
 
 
+@as_command
 def main(argv: Sequence[str]) -> None:
     """Parses, runs, names what failed."""
-    with plain_errors():
-        if {"-h", "--help"} & set(argv):
-            read_cache_option(argv)
-        own, runs = parse(argv)
-        planned = jobs(runs, own.output, OPTION not in argv)
-        if own.commands:
-            print("\n".join(shlex.join(job.command) for job in planned))
-            return
-        failed = run_all(planned, _scheduled(planned, own))
-        for job, why in failed:
-            print(f"failed ({why}): {job.name}, see {job.log}", file=sys.stderr)
-        if failed:
-            raise SystemExit(f"{len(failed)} of {len(planned)} runs failed; the same command runs them again")
-        print(f"{len(planned)} runs are in {planned[0].log.parent.parent}")
+    own, runs = parse(argv)
+    planned = jobs(runs, own.output, OPTION not in argv)
+    if own.commands:
+        print("\n".join(shlex.join(job.command) for job in planned))
+        return
+    failed = run_all(planned, _scheduled(planned, own))
+    for job, why in failed:
+        print(f"failed ({why}): {job.name}, see {job.log}", file=sys.stderr)
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(planned)} runs failed; the same command runs them again")
+    print(f"{len(planned)} runs are in {planned[0].log.parent.parent}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,17 +7,17 @@ Each is seeded, goes on from its last checkpoint when it is started again, and e
 that `kvjax.models.load` reads. What made them learn stands in `training/embedded.py` and `training/varied.py`.
 """
 
-import importlib
+from collections.abc import Sequence
 
-if __name__ == "__main__":  # before imports that take seconds
-    importlib.import_module(f"{__package__ or ''}.stopping".lstrip(".")).begin()
-
-import sys
-
-from kvjax.experiments.core.command import script
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.command import as_command, parsed
 from kvjax.experiments.training import embedded, varied
 
+
+@as_command
+def main(argv: Sequence[str]) -> None:
+    """Trains what the first argument names."""
+    parsed({"embedded": embedded.train, "varied": varied.train}, argv, "train", __doc__)
+
+
 if __name__ == "__main__":
-    trainings = {"embedded": embedded.train, "varied": varied.train}
-    script(trainings, read_cache_option(sys.argv[1:]), description=__doc__)
+    main()

@@ -22,11 +22,7 @@ its statistics.
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING
-
-if sys.argv[:1] == ["-m"]:  # `python -m kvjax.experiments.run` takes signals over before imports that take seconds
-    importlib.import_module("kvjax.experiments.stopping").begin_module()
 
 from kvjax import methods
 from kvjax.budgets import Adaptive, Pyramid, Share

@@ -13,8 +13,18 @@ INCLUDED: Final = {"embedded": EMBEDDED, "varied": VARIED}
 
 
 def included(name: str) -> str | pathlib.Path:
-    """The directory of a model of `INCLUDED`; any other name as it is, for `kvjax.models.load`."""
-    return INCLUDED.get(name, name)
+    """The directory of a model of `INCLUDED`; any other name as it is, for `kvjax.models.load`.
+
+    Raises:
+      ValueError: the varied model, from a wheel, which does not hold it.
+    """
+    found = INCLUDED.get(name, name)
+    if found == VARIED and not VARIED.is_dir():
+        raise ValueError(
+            "the varied model comes with the repository, not with the wheel; run this in a clone, or make it, in 76 "
+            "minutes: kvjax train varied --text FILE, and name its directory in place of varied"
+        )
+    return found
 
 
 def save_tokenizer(path: pathlib.Path, tokenizer: Any, *, special: dict[str, str]) -> None:

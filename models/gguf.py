@@ -110,18 +110,11 @@ def _parts(file: pathlib.Path) -> list[pathlib.Path]:
     return [file.with_name(name) for name in names]
 
 
-def _gguf() -> Any:
-    """The package gguf, which is an extra."""
-    try:
-        import gguf
-    except ImportError as e:
-        raise ValueError("GGUF files are read by the package gguf: pip install 'kvjax[gguf]'") from e
-    return gguf
-
-
 def _read(file: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The metadata by key and the tensors by name, of all parts."""
-    gguf, parts = _gguf(), _parts(file)
+    import gguf  # which takes long, and few need it
+
+    parts = _parts(file)
     keys: dict[str, Any] = {}
     tensors: dict[str, Any] = {}
     for part in parts:
@@ -235,7 +228,9 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
 
 def _named(own: str, config: DecoderConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors by the names that transformers gives them."""
-    gguf, family = _gguf(), family_of(config)
+    import gguf
+
+    family = family_of(config)
     known = ("F32", "F16", *(kind.name for kind in gguf.quants._type_traits))
     if unread := sorted({x.tensor_type.name for x in tensors.values()} - {*known}):
         raise ValueError(f"tensors are stored as {unread}, which is not supported; supported are {known}")
@@ -254,6 +249,8 @@ def _named(own: str, config: DecoderConfig, tensors: Mapping[str, Any]) -> dict[
 
 def _write(file: pathlib.Path, named: Mapping[str, Any], own: str, config: DecoderConfig, dtype: str) -> None:
     """Writes a file of safetensors, a few rows of a tensor at a time."""
+    import gguf
+
     kind, place = jnp.dtype(dtype), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, tensor in named.items():
@@ -272,7 +269,7 @@ def _write(file: pathlib.Path, named: Mapping[str, Any], own: str, config: Decod
             less = np.float32(own in ("gemma2", "gemma3") and name.endswith("norm.weight"))
             step = max(1, _STRIP // math.prod(tensor.shape[:-1].tolist()))
             for i in range(0, len(order), step):
-                rows = _gguf().dequantize(tensor.data[order[i : i + step]], tensor.tensor_type) - less
+                rows = gguf.dequantize(tensor.data[order[i : i + step]], tensor.tensor_type) - less
                 out.write(np.ascontiguousarray(rows, kind).view(np.uint8).data)
 
 

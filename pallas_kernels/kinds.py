@@ -7,6 +7,7 @@ An annotation says what a parameter is, `Annotated` what numbers it may be: `row
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import sys
 import types
@@ -343,6 +344,16 @@ def _fitted(name: str, given: Any, kind: Kind, sizes: dict[str, Any]) -> Any:
     if dims and not _fit(dims, x.shape, sizes):
         raise refused(name, x, f"of shape ({', '.join(str(sizes.get(d, d)) for d in dims)}), to fit the other arrays")
     return x
+
+
+def needs(module: str, extra: str, *packages: str) -> None:
+    """Tries whether packages are installed that kvjax itself does without, before a module imports them.
+
+    Raises:
+      ImportError: some are not, by the name of the extra of kvjax that installs them.
+    """
+    if lacking := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ImportError(f"{module} needs {', '.join(lacking)}: pip install 'kvjax[{extra}]'")
 
 
 def doors(module: str, *names: str) -> None:

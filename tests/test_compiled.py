@@ -103,8 +103,3 @@ def test_scripts_keep_programs_or_say_that_they_do_not(untold, capsys):
     (untold / "kvjax").unlink()
     read_cache_option([])
     assert settings()[0] == str(untold / "kvjax" / "compiled")
-
-
-def test_help_names_the_option(untold, capsys):
-    read_cache_option(["--help"])
-    assert OPTION in capsys.readouterr().out

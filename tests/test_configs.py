@@ -90,7 +90,7 @@ def test_the_readme_has_every_config_whose_options_are_not_the_defaults():
 )
 @pytest.mark.usefixtures("unchecked")
 def test_what_a_config_returns_has_fields_of_their_types(kind, given):
-    family = configs.find("learned_budget", "learn.py budget")[1]().family
+    family = configs.find("learned_budget", "learn budget")[1]().family
     needed = {
         Experiment: {"name": "x", "policies": ((8, methods.window(8)),)},
         LearnedBudget: {"name": "x", "method": methods.snapkv, "budgets": (0.25,), "family": family},

@@ -243,7 +243,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, cache, name):
     assert not cache.exists() or not [*cache.iterdir()]
 
 
-def test_a_part_alone_is_refused_and_the_package_is_named(tmp_path, monkeypatch):
+def test_a_part_alone_is_refused(tmp_path):
     part = write(tmp_path / "model-00002-of-00002.gguf", EMBEDDED)
     with pytest.raises(ValueError, match=r"one of 2 parts, of which 1 are missing, \['model-00001-of-00002.gguf'\];"):
         models.load(part)
@@ -254,9 +254,6 @@ def test_a_part_alone_is_refused_and_the_package_is_named(tmp_path, monkeypatch)
     assert len(str(error.value)) < 500
     with pytest.raises(ValueError, match=r"none.gguf is no file; give the path of a GGUF file"):
         models.load(tmp_path / "none.gguf")
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install 'kvjax\[gguf\]'"):
-        models.load(part.rename(tmp_path / "model.gguf"))
 
 
 def test_a_cache_folder_that_takes_nothing(tmp_path, cache, monkeypatch):

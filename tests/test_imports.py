@@ -27,6 +27,32 @@ def test_scripts_import_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+EXTRAS = {
+    "kvjax.plot": "plot",
+    "kvjax.analysis": "learn",
+    "kvjax.learning.kvzap": "learn",
+    "kvjax.configs": "experiments",
+    "kvjax.experiments.board": "experiments",
+}
+
+
+def test_what_extras_install_is_named_by_what_needs_it_and_the_library_does_without():
+    code = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys(("filelock", "matplotlib", "optax", "orbax", "pandas", "scipy", "tyro")))
+import kvjax, kvjax.learning.relax, kvjax.models.embedded
+kvjax.models.load(kvjax.models.embedded.EMBEDDED)
+for name in {[*EXTRAS]}:
+    try:
+        importlib.import_module(name)
+    except ImportError as e:
+        print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert said == [f"pip install 'kvjax[{extra}]'" for extra in EXTRAS.values()], done.stdout + done.stderr
+
+
 def test_names_of_models_are_those_that_type_checkers_see():
     tree = ast.parse(pathlib.Path(models.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))

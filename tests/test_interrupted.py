@@ -10,15 +10,13 @@ import time
 import numpy as np
 import pytest
 
-from kvjax.experiments import stopping
 from tests.runs import ROOT, one_layer, samples
 from tests.tools import kills
 
 
-def begun(script, *options):
-    """A process of a script, once it takes SIGTERM."""
-    how = ["-m", f"kvjax.experiments.{script[3:]}"] if script.startswith("-m ") else [f"experiments/{script}.py"]
-    command = [sys.executable, *how, *options]
+def begun(*how):
+    """A process of Python, once it takes SIGTERM."""
+    command = [sys.executable, *how]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     caught = lambda text: int(text.split("SigCgt:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1
     while not caught(pathlib.Path(f"/proc/{process.pid}/status").read_text()):
@@ -27,27 +25,18 @@ def begun(script, *options):
     return process
 
 
-@pytest.mark.parametrize("options", [["-um", "kvjax.experiments.harness"], ["-mkvjax.experiments.bench.peers"]])
-def test_modules_of_packages_are_known_however_python_is_told(options, monkeypatch):
-    begun = []
-    monkeypatch.setattr(stopping, "begin", lambda: begun.append(True))
-    for given in (options, ["-W", "mkvjax.experiments.run", "-c", "import kvjax"]):
-        monkeypatch.setattr(sys, "orig_argv", ["python", *given])
-        stopping.begin_module()
-    assert begun == [True]
-
-
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("script", ["run", "-m run", "sweep", "report", "learn", "train"])
-def test_a_signal_before_anything_is_begun_ends_a_script_at_once_with_one_line(script):
-    """While it imports, where jax would drop what Python raises."""
-    for number, seconds in ((signal.SIGTERM, 0.0), (signal.SIGINT, 0.1)):
-        process = begun(script, "--help")
-        time.sleep(seconds)
-        process.send_signal(number)
-        _, error = process.communicate(timeout=10)
-        assert process.returncode == 128 + number
-        assert error == f"\n{number.name}: interrupted; no result was being written\n"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_anything_is_begun_ends_a_command_at_once_with_one_line(number):
+    """All run through `as_command`. What Python itself raises jax might drop."""
+    slow = (
+        "from kvjax.experiments.core.command import as_command; import time; as_command(lambda argv: time.sleep(99))()"
+    )
+    process = begun("-c", slow)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert error == f"\n{number.name}: interrupted; no result was being written\n"
 
 
 @pytest.mark.slow
@@ -55,7 +44,7 @@ def test_a_signal_stops_a_run_after_the_examples_that_run_and_says_how_it_goes_o
     here, number = tmp_path / "x", signal.SIGTERM
     options = [*("--config", "window.py", "--model", one_layer(), "--tasks", "key_value", "--baselines"), "--length"]
     options += [*("256", "--examples", "300", "--batch-size", "1", "--budget", "0.5", "--output"), str(here)]
-    process = begun("run", *options)
+    process = begun("experiments/run.py", *options)
     while not (here / "samples.jsonl").exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)

@@ -95,7 +95,7 @@ def test_a_full_disk_is_one_error_and_no_log_of_another_library(tmp_path, caplog
     [
         ("--config nope.py", r"no config 'nope.py'; there are learned_budget,"),
         ("--config snapkv.py", "no config 'snapkv.py'"),
-        ("--config learned_scorer.py", "is a config of experiments/learn.py scorer, not of experiments/learn.py bu"),
+        ("--config learned_scorer.py", "is a config of kvjax learn scorer, not of kvjax learn bu"),
         ("--config learned_budget.py --budget", "budget is empty"),
         ("--config learned_budget.py --budget 8", "budget of 8 tokens cannot hold 0 sinks and 16 recent"),
         ("--config learned_budget.py --steps 0", "steps=0 must be at least 1"),

@@ -30,7 +30,7 @@ SMALL = [*PROMPTS, "--budget", "0.25", "--window-size", "8", "--steps", "5"]
 
 
 def experiment(*options):
-    return run.parse(["--config", "learned_budget.py", *SMALL, *options], "learn.py budget")[0]
+    return run.parse(["--config", "learned_budget.py", *SMALL, *options], "learn budget")[0]
 
 
 def learned(what, *options, output):
@@ -222,10 +222,10 @@ def test_future_rows_are_the_models_own(embedded):
 
 
 def test_the_main_job_points_to_the_other_scripts():
-    with pytest.raises(SystemExit, match=r"error: learned_budget\.py is a config of experiments/learn\.py budget"):
+    with pytest.raises(SystemExit, match=r"error: learned_budget\.py is a config of kvjax learn budget"):
         run.main(["--config", "learned_budget.py"])
     assert "learned_budget" not in configs.available()
-    assert configs.available("learn.py budget") == ["learned_budget"]
+    assert configs.available("learn budget") == ["learned_budget"]
 
 
 # --- the whole thing ---

@@ -1,6 +1,7 @@
-"""What the commands of this folder share: how they end, and how they write files."""
+"""What the commands of this folder share: how they begin and end, and how they write files."""
 
 import contextlib
+import functools
 import gzip
 import importlib
 import io
@@ -16,7 +17,7 @@ import jax
 import tyro
 
 from kvjax.experiments import stopping
-from kvjax.experiments.core.compiled import read_cache_option
+from kvjax.experiments.core.compiled import HELP, read_cache_option
 from kvjax.models.written import naming, write_bytes
 
 
@@ -36,31 +37,50 @@ def plain_errors() -> Iterator[None]:
         raise SystemExit(stopping.exit_code()) from e
 
 
-def script(function: Any, argv: Sequence[str] | None = None, **how: Any) -> Any:
-    """What a function returns that is called as the command line says; `plain_errors` says what stops it.
+def as_command(main: Callable[[Sequence[str]], object]) -> Callable[..., Any]:
+    """A command's `main(argv)`; without arguments it reads the process's command line, and takes its signals over.
 
-    Args:
-      function: whose arguments are options; or several by name, one of which the command line names.
-      argv: the command line; this process's if None.
-      **how: as `tyro.cli` takes it.
+    What stops it ends the process with one line and an exit code (`plain_errors`).
     """
-    with plain_errors():
-        cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(function, dict) else tyro.cli
-        return cli(function, args=argv, **how)
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> Any:
+        if argv is None:
+            stopping.begin()
+        given = sys.argv[1:] if argv is None else argv
+        with plain_errors():
+            if "--limit" in given:
+                raise ValueError("there is no --limit; --examples says how many examples a task has")
+            return main(given)
+
+    return run
 
 
-def run_options(options: Any, run: Callable[[Any], object], argv: Sequence[str], name: str, about: str | None) -> None:
-    """Runs a script of this folder whose options are a class, and of which one says to compile anew.
+def typed(name: str) -> str:
+    """How a command of this folder was called: by `kvjax` or by its file. Help and errors name it so."""
+    program = pathlib.PurePath(sys.argv[0])
+    by_kvjax = program.stem == "kvjax" or program.parts[-2:] == ("kvjax", "__main__.py")
+    script, *rest = name.split()
+    return " ".join(("kvjax", name) if by_kvjax else (f"experiments/{script}.py", *rest))
+
+
+def parsed(options: Any, argv: Sequence[str], name: str, about: str | None = None) -> Any:
+    """What the command line says, by tyro; programs are kept unless it says not to (`read_cache_option`).
 
     Args:
-      options: the class.
-      run: called with one.
+      options: a class or a function whose arguments are options; or several by name, of which one is named first.
       argv: the command line.
-      name: the script's.
+      name: the command's.
       about: what its help says.
     """
-    with plain_errors():
-        run(tyro.cli(options, args=read_cache_option(argv), prog=f"experiments/{name}.py", description=about))
+    cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(options, dict) else tyro.cli
+    return cli(options, args=read_cache_option(argv), prog=typed(name), description=f"{about or ''}\n\n{HELP}")
+
+
+def script(function: Any) -> Any:
+    """What a function, or one of several by name, returns that is called as the process's command line says."""
+    cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(function, dict) else tyro.cli
+    return as_command(lambda argv: cli(function, args=argv))()
 
 
 def imported(module: str, extra: str) -> types.ModuleType:

@@ -9,6 +9,7 @@ import jax
 import kvjax
 
 OPTION: Final = "--no-compilation-cache"
+HELP: Final = f"{OPTION} compiles anew; else programs are kept for later runs, too (kvjax.keep_compiled)."
 
 
 def read_cache_option(argv: Sequence[str]) -> list[str]:
@@ -18,8 +19,6 @@ def read_cache_option(argv: Sequence[str]) -> list[str]:
     """
     config: Any = jax.config
     others = [text for text in argv if text != OPTION]
-    if {"-h", "--help"} & set(others):
-        print(f"{OPTION}  compile anew; else programs are kept for later runs too (kvjax.keep_compiled)", end="\n\n")
     if len(others) < len(argv):
         config.update("jax_enable_compilation_cache", False)
     try:

@@ -5,6 +5,9 @@ line of a cell is shown once `%matplotlib inline` has run. `import kvjax` does n
 """
 
 from kvjax.pallas_kernels import kinds
+
+kinds.needs(__name__, "plot", "matplotlib", "scipy")
+
 from kvjax.plot.budgets import budget_curve as budget_curve
 from kvjax.plot.depths import depth_against_length as depth_against_length
 from kvjax.plot.positions import kept_positions as kept_positions

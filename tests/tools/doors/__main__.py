@@ -40,6 +40,13 @@ import kvjax, kvjax.models, kvjax.configs, kvjax.experiments.run
 assert {m.mine for m in (configs, experiments, models)} == {"mine"}, "the user's own files were not imported"
 assert kvjax.models.ModelConfig and kvjax.__version__ and set(kvjax.__all__) <= set(dir(kvjax)) | {"models", "plot"}
 """
+LACKING = {
+    "import kvjax.plot": "plot",
+    "import kvjax.analysis": "learn",
+    "import kvjax.learning.kvzap": "learn",
+    "import kvjax.configs": "experiments",
+    "import kvjax.experiments": "experiments",
+}
 VERSIONS = """
 import importlib.metadata as m, platform
 print(platform.python_version(), *(f"{p} {m.version(p)}" for p in ("jax", "flax", "transformers", "numpy")), sep=", ")
@@ -70,12 +77,13 @@ class Door:
       python: an interpreter to make it with.
       lowest: whether dependencies are the lowest allowed ones.
       short: only the first README, and no slow tests.
+      wheel: what they install.
       folder: for both.
     """
 
-    def __init__(self, python: str, lowest: bool, short: bool, folder: pathlib.Path):
+    def __init__(self, python: str, lowest: bool, short: bool, wheel: pathlib.Path, folder: pathlib.Path):
         self.lowest, self.short, self.home = lowest, short, folder / "home"
-        self._python, self._venv = python, folder / "venv"
+        self._python, self._wheel, self._venv = python, wheel, folder / "venv"
         self.home.mkdir(parents=True)
         for name in ("models", "configs", "experiments"):
             (self.home / f"{name}.py").write_text('mine = "mine"\n')
@@ -107,12 +115,24 @@ class Door:
             raise RuntimeError(f"{shlex.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
         return done.stdout + done.stderr
 
-    def install(self, wheel: pathlib.Path) -> str:
-        """The environment, with the wheel."""
+    def install(self) -> str:
+        """The environment, with the wheel alone, which names what it lacks."""
         subprocess.run([self._python, "-m", "venv", str(self._venv)], check=True)
-        lowest = [*requirements(True), *requirements(True, "gguf")] if self.lowest else []
-        self.call("pip", "install", "-q", f"{wheel}[gguf]", *TOOLS, *lowest)
-        return self.call("python", "-c", VERSIONS).strip()
+        lowest = requirements(True) if self.lowest else []
+        self.call("pip", "install", "-q", str(self._wheel), *TOOLS, *lowest)
+        for code, extra in LACKING.items():
+            if f"pip install 'kvjax[{extra}]'" not in (said := self.call("python", "-c", code, check=False)):
+                raise RuntimeError(f"{code} does not name the extra {extra}: {said}")
+        if "pip install 'kvjax[experiments]'" not in (said := self.call("kvjax", "run", "--help", check=False)):
+            raise RuntimeError(f"kvjax run does not name its extra: {said}")
+        return f"{self._wheel.stat().st_size / 1e6:.2f} MB, " + self.call("python", "-c", VERSIONS).strip()
+
+    def extras(self) -> str:
+        """What READMEs and the commands need beside it."""
+        extras = "experiments", "learn", "plot"
+        lowest = [asked for extra in extras for asked in requirements(True, extra)] if self.lowest else []
+        self.call("pip", "install", "-q", f"{self._wheel}[{','.join(extras)}]", *lowest)
+        return ", ".join(extras)
 
     def imports(self) -> str:
         """kvjax beside the user's own files."""
@@ -129,7 +149,7 @@ class Door:
     def main_job(self) -> str:
         """A first look: one short example of every task, and their page."""
         first_look = "--config snapkv.py --examples 1 --length 256 --output out".split()
-        self.call("python", "-m", "kvjax.experiments.run", *first_look)
+        self.call("kvjax", "run", *first_look)
         found = (self.home / "out" / "report.html").stat().st_size
         return f"page of {found:,} bytes"
 
@@ -163,9 +183,10 @@ class Door:
 def opened(python: str, lowest: bool, wheel: pathlib.Path, short: bool) -> Iterator[tuple[str, str, float]]:
     """(what was tried, what it gave, seconds) in one environment, until something fails."""
     with tempfile.TemporaryDirectory() as folder:
-        door = Door(python, lowest, short, pathlib.Path(folder))
+        door = Door(python, lowest, short, wheel, pathlib.Path(folder))
         steps: dict[str, Callable[[], str]] = {
-            "wheel": lambda: door.install(wheel),
+            "wheel": door.install,
+            "extras": door.extras,
             "import": door.imports,
             "README": door.blocks,
             "main job": door.main_job,
