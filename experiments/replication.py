@@ -381,7 +381,7 @@ def _early(options: Replication, name: str, every: Sequence[Claim]) -> list[Row]
     for claim in every:
         asked = f"{claim.says} ({prompts})"
         if not isinstance(known.get(asked), dict):  # older ones do not say what prompts share
-            model, params = models.load(setup.source)
+            model, params = models.load(setup.source, dtype=setup.dtype)
             made, _ = build(setup, find_builders(setup), models.load_tokenizer(setup.source), model.config)
             (policy,) = policies([claim])[claim.a[0]].values()
             own = [dict(p.example.meta).get("same_context", f"{p.example.task}/{p.example.index}") for p in made]
