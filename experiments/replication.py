@@ -90,6 +90,7 @@ class Replication:
 
     Attributes:
       models: names of models, or checkpoints.
+      papers: whose claims are tried.
       parts: what is asked, of `experiments/board.py`.
       examples: of each task.
       length: tokens of a prompt.
@@ -102,6 +103,7 @@ class Replication:
     """
 
     models: tuple[str, ...] = ("embedded", "varied", "smollm2-135m-instruct")
+    papers: tuple[str, ...] = tuple(PAPERS)
     parts: tuple[str, ...] = ("in_prompt",)
     examples: int = 32
     length: int = 1024
@@ -116,6 +118,9 @@ class Replication:
         check_whole(1, examples=self.examples, length=self.length)
         check_distinct("models", self.models)
         check_distinct("parts", self.parts)
+        check_distinct("papers", self.papers)
+        if unknown := [paper for paper in self.papers if paper not in PAPERS]:
+            raise ValueError(f"no claims are known of {unknown[0]!r}; there are {', '.join(PAPERS)}")
         if self.text is not None and not {*self.models} - {*INCLUDED}:
             raise ValueError(f"no model reads {self.text}: {' and '.join(self.models)} have a language of their own")
         for model in self.models:
@@ -312,10 +317,10 @@ def page(rows: Sequence[Row], options: Replication, prompts: Mapping[str, str] |
         "![The claims with intervals](claims.png)",
     ]
     head = "claim", "where", "model", "measured by", "means", "difference", "least", "word"
-    for paper, title in PAPERS.items():
+    for paper in options.papers:
         of_paper = [(r.claim, r) for r in rows if r.claim.paper == paper]
         cells = [(c.says, c.where, r.model, r.measured, r.means, r.difference, r.least, r.word) for c, r in of_paper]
-        blocks += [f"## {title}", Table(head, cells)]
+        blocks += [f"## {PAPERS[paper]}", Table(head, cells)]
     return markdown(f"Of {len(rows)} tries of {len({r.claim for r in rows})} claims {each}", *blocks)
 
 
@@ -349,7 +354,8 @@ def plot(rows: Sequence[Row]) -> Figure:
 def run(options: Replication, command: list[str]) -> None:
     """Runs what is missing, decides, and writes."""
     check_output(options.output / "claims.png")
-    every, rows, tables, prompts = claims(), list[Row](), [], dict[str, str]()
+    every = [claim for claim in claims() if claim.paper in options.papers]
+    rows, tables, prompts = list[Row](), [], dict[str, str]()
     for name in options.models:
         own: list[Row] = []
         for part in options.parts:

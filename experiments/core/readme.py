@@ -9,8 +9,8 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from kvjax.experiments.bench.peers import report as peers
 from kvjax.experiments.core import page
@@ -175,9 +175,15 @@ def _beside_kvpress() -> Iterator[Any]:
             yield row["name"], f"{row['prefill_s']:.3f}", f"{row['decode_tokens_s']:,.0f}", *sizes
 
 
-def claims(*path: str, without: str = "nothing") -> list[str]:
-    """How many tries of papers' claims a page has, and how many have which word."""
-    found = [cells[-1] for cells in rows(STORED.joinpath("replication", *path)) if without not in cells]
+RETRIEVED: Final = "replication.md", "smollm2-135m-instruct/replication.md"
+LIKELY: Final = ("perplexity/replication.md",)
+"""Pages of papers' claims, by retrieval and by likelihood."""
+
+
+def claims(pages: Sequence[str], without: str = "nothing") -> list[str]:
+    """How many tries of papers' claims pages have, and how many have which word."""
+    tried = [cells for page in pages for cells in rows(STORED / "replication" / page)]
+    found = [cells[-1] for cells in tried if without not in cells]
     count = [found.count(word) for word in ("holds", "not so here", "undecided", "untestable here")]
     return [str(n) for n in (sum(count), *count)]
 
@@ -187,5 +193,5 @@ _GPUS = (_kernels, _models_on_gpus, _beside_kvpress)
 VIEWS: dict[str, Callable[[], Any]] = {
     view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _compiling, *_GPUS)
 }
-VIEWS["claims"] = lambda: claims("replication.md")
-VIEWS["claims-by-likelihood"] = lambda: claims("perplexity", "replication.md")
+VIEWS["claims"] = lambda: claims(RETRIEVED)
+VIEWS["claims-by-likelihood"] = lambda: claims(LIKELY)

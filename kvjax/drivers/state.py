@@ -139,14 +139,14 @@ class State:
         """
         left, found = self.max_new_tokens - (self.length - self.prompt_length), []
         for kv, policy, most in zip(self.layers, self.plan.layers, self.plan.capacities, strict=True):
-            live = np.asarray(kv.view().num_live + left[:, None])
+            live = np.asarray(kv.num_live + left[:, None])
             found.append(np.minimum(live.sum(-1) if policy.layout.pool else live.max(-1), most))
         return np.stack(found, axis=1)
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:
         """Tokens that each kv head holds."""
-        return jnp.stack([kv.view().num_live for kv in self.layers], axis=1)
+        return jnp.stack([kv.num_live for kv in self.layers], axis=1)
 
     @property
     def nbytes(self) -> int:

@@ -323,7 +323,9 @@ def claims(page: pathlib.Path, every: dict[str, Any]) -> Iterator[Said]:
         yield f"{where}, least", row["least"], scaled([least] if least else []), form
         yield f"{where}, word", row["word"], words[-1], ""
     each = ", ".join(f"{words.count(said)} {said}" for said in ("holds", "not so here", "undecided", "untestable here"))
-    yield "title", title(page), f"# Of {len(rows)} tries of {len(known)} claims {each.replace('holds', 'hold')}", ""
+    tried = {row["claim"] for row in rows}  # a page has all claims of a paper, or none
+    count = sum(len(own) for own in every.values() if any(claim["says"] in tried for claim in own))
+    yield "title", title(page), f"# Of {len(rows)} tries of {count} claims {each.replace('holds', 'hold')}", ""
 
 
 def divergences(page: pathlib.Path) -> tuple[np.ndarray, list[str]]:
