@@ -28,7 +28,7 @@ from kvjax.configs.experiment import BUDGETS, Budget, Common, Experiment, Setup,
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 from kvjax.experiments import report, tasks
 from kvjax.experiments.core import job
-from kvjax.experiments.core.command import as_command, typed
+from kvjax.experiments.core.command import as_command, check_limit, typed
 from kvjax.experiments.core.compiled import HELP, read_cache_option
 from kvjax.experiments.core.screen import screen
 from kvjax.experiments.core.setup import (
@@ -70,6 +70,8 @@ def parse(argv: Sequence[str], script: str = "run") -> tuple[Any, argparse.Names
         parser.add_argument(
             "--list-tasks", action="store_true", help="print the tasks and what they ask, as --tasks list"
         )
+    if script == "run":
+        check_limit(argv)
     own, overrides = parser.parse_known_args(argv)
     if script == "run" and (own.list_tasks or _lists_tasks(overrides)):
         print(tasks.listing())

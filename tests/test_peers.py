@@ -328,6 +328,8 @@ def test_presses_answer_what_a_run_was_asked(made, tmp_path, monkeypatch):
     ask = lambda **more: answers.bench(where, "0.5", examples=3, peers_python=tmp_path, output=output, **more)
     with pytest.raises(ValueError, match=r"has no h2o at 0.5 that has a press; there are snapkv, tova"):
         ask(methods=("h2o",))
+    with pytest.raises(ValueError, match=r"has no method at 0.75 that has a press; there are none"):
+        answers.bench(where, "0.75", examples=3, peers_python=tmp_path, output=output)
     ask()
     ask()
     share = 21 / sum(len(p.tokens) for p in prompts)

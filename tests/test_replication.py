@@ -40,6 +40,8 @@ def test_a_text_is_for_models_that_have_none_of_their_own():
         replication.Replication(text="none.txt")
     with pytest.raises(ValueError, match=r"no model reads some\.txt: embedded and varied have a language of their own"):
         replication.Replication(models=("embedded", "varied"), text="some.txt")
+    with pytest.raises(ValueError, match=r"no claims are known of 'h2o'; there are nacl, roco, ada-kv, "):
+        replication.Replication(papers=("nacl", "h2o"))
 
 
 @pytest.mark.slow

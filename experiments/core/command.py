@@ -49,8 +49,6 @@ def as_command(main: Callable[[Sequence[str]], object]) -> Callable[..., Any]:
             stopping.begin()
         given = sys.argv[1:] if argv is None else argv
         with plain_errors():
-            if "--limit" in given:
-                raise ValueError("there is no --limit; --examples says how many examples a task has")
             return main(given)
 
     return run
@@ -64,6 +62,16 @@ def typed(name: str) -> str:
     return " ".join(("kvjax", name) if by_kvjax else (f"experiments/{script}.py", *rest))
 
 
+def check_limit(argv: Sequence[str]) -> None:
+    """Names `--examples` to whoever asks for `--limit`, as lm-eval calls it.
+
+    Raises:
+      ValueError: it is asked for.
+    """
+    if "--limit" in argv:
+        raise ValueError("there is no --limit; --examples says how many examples a task has")
+
+
 def parsed(options: Any, argv: Sequence[str], name: str, about: str | None = None) -> Any:
     """What the command line says, by tyro; programs are kept unless it says not to (`read_cache_option`).
 
@@ -73,6 +81,8 @@ def parsed(options: Any, argv: Sequence[str], name: str, about: str | None = Non
       name: the command's.
       about: what its help says.
     """
+    if "examples" in getattr(options, "__dataclass_fields__", {}):
+        check_limit(argv)
     cli: Any = tyro.extras.subcommand_cli_from_dict if isinstance(options, dict) else tyro.cli
     return cli(options, args=read_cache_option(argv), prog=typed(name), description=f"{about or ''}\n\n{HELP}")
 

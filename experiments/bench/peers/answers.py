@@ -119,7 +119,7 @@ def bench(
         if of == budget and method in OF_PRESS:
             ours.setdefault(method, {})[task, index] = line
     chosen = methods or tuple(ours)
-    if not chosen or (lacking := [name for name in chosen if name not in ours]):
+    if lacking := [name for name in chosen or ("method",) if name not in ours]:
         known = ", ".join(ours) or "none"
         raise ValueError(f"{run} has no {', '.join(lacking)} at {budget} that has a press; there are {known}")
     python = check_interpreter(peers_python) if peers_python else make_environment(environment)
