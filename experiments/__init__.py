@@ -3,4 +3,4 @@
 if __name__ == "kvjax.experiments":  # in the peers' environment it is `experiments`, without kvjax
     from kvjax.pallas_kernels.kinds import needs
 
-    needs(__name__, "experiments", "filelock", "matplotlib", "optax", "orbax", "pandas", "scipy", "tyro")
+    needs(__name__, "experiments", "filelock", "matplotlib", "pandas", "tyro")

@@ -29,8 +29,6 @@ def test_scripts_import_nothing_heavy():
 
 EXTRAS = {
     "kvjax.plot": "plot",
-    "kvjax.analysis": "learn",
-    "kvjax.learning.kvzap": "learn",
     "kvjax.configs": "experiments",
     "kvjax.experiments.board": "experiments",
 }
@@ -39,7 +37,7 @@ EXTRAS = {
 def test_what_extras_install_is_named_by_what_needs_it_and_the_library_does_without():
     code = f"""
 import importlib, sys
-sys.modules.update(dict.fromkeys(("filelock", "matplotlib", "optax", "orbax", "pandas", "scipy", "tyro")))
+sys.modules.update(dict.fromkeys(("filelock", "matplotlib", "pandas", "tyro")))
 import kvjax, kvjax.learning.relax, kvjax.models.embedded
 kvjax.models.load(kvjax.models.embedded.EMBEDDED)
 for name in {[*EXTRAS]}:

@@ -1,9 +1,5 @@
 """Eviction measured: the exact cost of a mask, its bounds, the best in hindsight, and losses of the model's output."""
 
-from kvjax.pallas_kernels.kinds import needs
-
-needs(__name__, "learn", "scipy")
-
 from kvjax.analysis.curves import Curves as Curves
 from kvjax.analysis.curves import Losses as Losses
 from kvjax.analysis.curves import curves as curves

@@ -11,10 +11,6 @@ Letters: L layers, M tokens, D width of the model, K kv heads.
 import functools
 from typing import Any
 
-from kvjax.pallas_kernels.kinds import needs
-
-needs(__name__, "learn", "optax")
-
 import jax
 import jax.numpy as jnp
 import numpy as np

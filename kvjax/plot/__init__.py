@@ -6,7 +6,7 @@ line of a cell is shown once `%matplotlib inline` has run. `import kvjax` does n
 
 from kvjax.pallas_kernels import kinds
 
-kinds.needs(__name__, "plot", "matplotlib", "scipy")
+kinds.needs(__name__, "plot", "matplotlib")
 
 from kvjax.plot.budgets import budget_curve as budget_curve
 from kvjax.plot.depths import depth_against_length as depth_against_length

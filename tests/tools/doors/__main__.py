@@ -42,8 +42,6 @@ assert kvjax.models.ModelConfig and kvjax.__version__ and set(kvjax.__all__) <= 
 """
 LACKING = {
     "import kvjax.plot": "plot",
-    "import kvjax.analysis": "learn",
-    "import kvjax.learning.kvzap": "learn",
     "import kvjax.configs": "experiments",
     "import kvjax.experiments": "experiments",
 }
@@ -129,7 +127,7 @@ class Door:
 
     def extras(self) -> str:
         """What READMEs and the commands need beside it."""
-        extras = "experiments", "learn", "plot"
+        extras = "experiments", "plot"
         lowest = [asked for extra in extras for asked in requirements(True, extra)] if self.lowest else []
         self.call("pip", "install", "-q", f"{self._wheel}[{','.join(extras)}]", *lowest)
         return ", ".join(extras)
