@@ -119,13 +119,13 @@ def _figures(entry: Entry, options: Options, **more: Any) -> list[figures.Option
 
 def _as_typed(command: Sequence[str]) -> list[str]:
     """A command from the project's root, without what places or notes its results."""
-    _, script, *words = command
+    _, _, *words = command
+    words = words[words[:1] == ["reproduce"] :]  # behind `kvjax`
     kept = [w for w in words if w not in ("--record", "--restart") and not w.startswith("--output=")]
     if "--output" in kept:
         at = kept.index("--output")
         del kept[at : at + 2]
-    name = pathlib.Path(script).name
-    return ["kvjax", *kept] if name == "kvjax" else ["python", f"experiments/{name}", *kept]
+    return ["python", "experiments/reproduce.py", *kept]
 
 
 @as_command

@@ -14,7 +14,8 @@ from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
 from kvjax.experiments.training import embedded as training
 from kvjax.experiments.training.loop import FIRST, Options
-from kvjax.models.embedded import EMBEDDED, INCLUDED, save_tokenizer
+from kvjax.models import embedded as module
+from kvjax.models.embedded import EMBEDDED, INCLUDED, included, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +173,11 @@ def test_what_training_writes_is_loaded(tmp_path, monkeypatch):
         training.train(Options(tmp_path / "checkpoints", tmp_path / "model"))
     assert models.load(tmp_path / "model")[0].config.num_layers == 2
     assert models.load_tokenizer(tmp_path / "model").decode([corpus.WORD_ID["ada"]]) == "ada"
+
+
+def test_the_varied_model_is_named_where_a_wheel_has_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "VARIED", tmp_path / "none")
+    monkeypatch.setitem(INCLUDED, "varied", tmp_path / "none")
+    with pytest.raises(ValueError, match=r"not with the wheel; run this in a clone, or make it, .* kvjax train varied"):
+        included("varied")
+    assert included("embedded") == EMBEDDED

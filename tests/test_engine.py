@@ -90,6 +90,9 @@ def test_prompts_are_read_once_and_programs_shared(shallow, monkeypatch):
                     (made,), _ = each[i].run([prompt], (), full)
                     found[i] |= {(prompt.example.task, prompt.example.index, line["question"]): line for line in made}
     assert [engine.stored is None for engine in each] == [i == 2 for i in range(7)]
+    times = [line["read_seconds"] for line in found[0].values()]
+    assert None in times  # of the first prompt, whose reading would hold compiling
+    assert min(x for x in times if x is not None) > 0
     assert len({*map(id, programs)}) == 5
     for one, own in zip(found, wanted, strict=True):
         assert one.keys() == own.keys()

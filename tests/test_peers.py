@@ -321,6 +321,8 @@ def test_presses_answer_what_a_run_was_asked(made, tmp_path, monkeypatch):
     def apart(module, function, *given, **how):
         told.append((function, *given[2:4]))
         right = [tokenizer.encode(p.example.questions[0].references[0]) for p in prompts]
+        if how["python"] == ("bare",):
+            raise RuntimeError("failed:\nNo module named 'torch'")
         return {"kvpress": "1"} if function == "versions" else right if given[2] == "SnapKVPress" else [[], *right[1:]]
 
     monkeypatch.setattr(answers, "apart", apart)
@@ -330,6 +332,8 @@ def test_presses_answer_what_a_run_was_asked(made, tmp_path, monkeypatch):
         ask(methods=("h2o",))
     with pytest.raises(ValueError, match=r"has no method at 0.75 that has a press; there are none"):
         answers.bench(where, "0.75", examples=3, peers_python=tmp_path, output=output)
+    with pytest.raises(ValueError, match=r"versions\(\) of bare failed: No module named 'torch'"):
+        answers.bench(where, "0.5", peers_python=pathlib.Path("bare"), output=output)
     ask()
     ask()
     share = 21 / sum(len(p.tokens) for p in prompts)

@@ -10,14 +10,14 @@ again, so that Ctrl-C loses one press.
 import json
 import pathlib
 import tempfile
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import pandas as pd
 import tyro
 
 from kvjax import models
 from kvjax.configs.experiment import Setup, check_whole
-from kvjax.experiments.bench.peers.checkpoints import Model, checkpoint
+from kvjax.experiments.bench.peers.checkpoints import published
 from kvjax.experiments.bench.peers.environment import ROOT, check_interpreter, make_environment
 from kvjax.experiments.bench.peers.rows import PRESSES
 from kvjax.experiments.bench.process import apart, stored_rows
@@ -29,7 +29,9 @@ from kvjax.experiments.core.page import Table, difference, markdown, percent
 from kvjax.experiments.core.records import Line, read_lines, read_manifest
 from kvjax.experiments.core.setup import build, find_builders
 
+_PEERS: Final = "experiments.bench.peers"  # without kvjax
 OF_PRESS: Final = {**PRESSES, "snapkv": "SnapKVPress", "ada_snapkv": "AdaKVPress"}
+"""kvjax's methods and the presses that answer beside them."""
 
 
 def asked(directory: pathlib.Path, examples: int) -> tuple[Setup, list[Prompt]]:
@@ -123,10 +125,11 @@ def bench(
         known = ", ".join(ours) or "none"
         raise ValueError(f"{run} has no {', '.join(lacking)} at {budget} that has a press; there are {known}")
     python = check_interpreter(peers_python) if peers_python else make_environment(environment)
-    module, where = "experiments.bench.peers.first_theirs", {"python": (str(python),), "where": ROOT, "PYTHONPATH": ""}
-    about = {"run": run.name, "budget": budget, "examples": examples, "versions": apart(module, "versions", **where)}
+    about = {"run": run.name, "budget": budget, "examples": examples, "versions": _theirs(python, "versions")}
+    if about["versions"]["kvpress"] is None:
+        raise ValueError(f"{python} has no kvpress; leave --peers-python out, and the environment is made")
     tokenizer, ends = models.load_tokenizer(setup.source), models.read_config(setup.source).eos_ids
-    source = checkpoint(Model("", "", str(setup.source), cast(Any, setup.dtype)), pathlib.Path())
+    source = published(str(setup.source), setup.dtype)
     path, rows = output / "answers.json", []
     with Locked(output), tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "prompts.json"
@@ -139,7 +142,7 @@ def bench(
             there = stored_rows(path, about)
             if method not in there:
                 given = str(source), setup.dtype, OF_PRESS[method], share, str(file)
-                there[method] = apart(module, "answers", *given, **where)
+                there[method] = _theirs(python, "answers", *given)
                 write_json(path, {**about, "rows": there})
             for p, line, ids in zip(prompts, lines, there[method], strict=True):
                 question = p.example.questions[p.asked[0][0]]
@@ -151,6 +154,18 @@ def bench(
             print(f"{method}: {OF_PRESS[method]} has answered", flush=True)
         every = pd.DataFrame(rows)
         write_page(output, "answers", page(every, setup, budget, about), {}, [every])
+
+
+def _theirs(python: pathlib.Path, function: str, *given: Any) -> Any:
+    """What a function of `first_theirs` returns in the peers' environment.
+
+    Raises:
+      ValueError: it failed.
+    """
+    try:
+        return apart(f"{_PEERS}.first_theirs", function, *given, python=(str(python),), where=ROOT, PYTHONPATH="")
+    except RuntimeError as e:
+        raise ValueError(f"{function}{given} of {python} failed: {str(e).strip().splitlines()[-1]}") from e
 
 
 if __name__ == "__main__":

