@@ -20,6 +20,7 @@ _SHORT = {
 
 
 MODULES = "kvjax.methods.variants", "kvjax.models.embedded"  # are imported by their own names
+FIRST = "methods", "models", "generate", "Session", "prefill", "decode_step", "from_fn", "chain"  # what newcomers call
 
 
 def short(text: str) -> str:
@@ -60,10 +61,11 @@ def write(output: pathlib.Path = pathlib.Path("results/reference")) -> None:
     pdoc.render.configure(docformat="google", show_source=False, math=True)
     inside = {f"kvjax.{found.name}" for found in pkgutil.iter_modules(kvjax.__path__)}
     inside -= {"kvjax.configs", "kvjax.experiments"}  # commands
-    inside -= {"kvjax.drivers"}  # its names are kvjax's
+    inside -= {"kvjax.drivers", "kvjax.__main__"}  # the names of the first are kvjax's
     for name in inside:
         if names := exported(name):  # stand on the package's page, as users import them
             importlib.import_module(name).__dict__["__all__"] = names
+    kvjax.__all__ = sorted(kvjax.__all__, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     known = {f"kvjax.{name}" for name in kvjax.__all__}  # of which the first page has pages already
     pdoc.pdoc("kvjax", *sorted(inside - known), *MODULES, output_directory=output)
     print(f"open {output / 'index.html'}")

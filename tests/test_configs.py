@@ -14,7 +14,7 @@ from kvjax.configs import loading
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
 
-README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "bench_results" / "README.md"
+README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "bench_results" / "board" / "README.md"
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv

@@ -15,6 +15,7 @@ import pytest
 from kvjax import methods
 from kvjax.experiments import findings, report
 from kvjax.experiments.core import page, readme
+from kvjax.models.families import FAMILIES
 from tests.kept import SMOLLM2
 from tests.runs import ROOT
 
@@ -98,6 +99,28 @@ def results_in_short():
     yield f"retrieval, {likely} and {unlikely} by likelihood"
 
 
+def beside_others():
+    """The first page's table."""
+    every = [name for name, _ in inspect.getmembers(methods, inspect.isfunction) if name != "token_classes"]
+    rows = [cells for cells in readme.rows(ROOT / "kvjax" / "methods" / "peers.md", "kvpress") if "Press" in cells[0]]
+    classes, same = (
+        sum(len(re.findall(r"`\w+Press", c[0])) for c in x) for x in (rows, [c for c in rows if c[1] != "-"])
+    )
+    yield f"{len(every)}, and [the calls that keep what {same} of kvpress's {classes} classes keep]"
+    yield f"[{len({a for family in FAMILIES for a in family.architectures})} architectures]"
+    every = json.loads((readme.ON_GPUS / "h200" / "beside_kvpress.json").read_text())["rows"]
+    of = {row["name"].split(",")[0]: row for row in every if row.get("prompt") == 32768}
+    for name, cell in {
+        "kvjax snapkv": "{:.3f} s, {:.0f} (SnapKV)",
+        "kvpress StreamingLLMPress": "{:.3f} s, {:.0f} (StreamingLLM)",
+        "kvpress transformers": "{:.3f} s, {:.0f} |",
+    }.items():
+        yield cell.format(of[name]["prefill_s"], of[name]["decode_tokens_s"])
+    held = {name: f"{of[name]['cache_bytes'] / 1e6:,.0f}" for name in of}
+    yield f"{held['kvjax ada_snapkv']} of {held['kvjax full']} MB]"
+    yield f"{held['kvpress AdaKVPress']} of {held['kvpress transformers']} MB stay"
+
+
 def claims_in_short():
     yield "{1} of {0} tries hold, the same 3 among them, and {2} are not so here".format(*readme.claims(readme.LIKELY))
 
@@ -123,7 +146,7 @@ def lengths():
     rows = gzip.decompress((STORED / "board" / SMOLLM2 / "scores.csv.gz").read_bytes()).decode().splitlines()
     held = [x for x in csv.DictReader(rows) if x["method"] == "full"]
     asked, after = ([int(x["live"]) for x in held if x["part"] == y] for y in ("in_prompt", "after_compression"))
-    yield f"(on SmolLM2 {min(asked)} to {max(asked)} without it; asked after compression, {min(after)} to {max(after)}"
+    yield f"(prompts of {min(asked)} to {max(asked)} tokens), after compression ({min(after)} to {max(after)})"
 
 
 def compiling():
@@ -165,7 +188,7 @@ def test_numbers_in_marked_parts_are_those_that_are_written():
     """Otherwise `python experiments/report.py --readme` writes them."""
     for path, text in readme.changed().items():
         assert text == path.read_text(), path
-    every = "".join((ROOT / name / "README.md").read_text() for name in readme.PAGES)
+    every = "".join((ROOT / name).read_text() for name in readme.PAGES)
     assert sorted(re.findall(r"<!-- numbers: (\S+) -->", every)) == sorted(readme.VIEWS)
     assert every.count("<!-- end -->") == len(readme.VIEWS)
 
@@ -197,21 +220,24 @@ def test_two_heads_of_the_second_layer_are_open():
 
 
 @pytest.mark.parametrize(
-    ("folder", "said"),
+    ("file", "said"),
     [
         *((page, said) for page, many in (
-            ("experiments", (claims_in_short, scores_in_use)),
-            ("experiments/bench_results", (pooling, learned_budget, curves, blocks, stream, scores_in_use, lengths)),
-            (".", (results_in_short,)), ("kvjax", (about_curves,)), ("models", (compiling,)),
-            ("pallas_kernels", (kernels, on_a_gpu)),
+            ("experiments/FINDINGS.md", (claims_in_short, scores_in_use)),
+            ("experiments/bench_results/board/README.md", (pooling, lengths)),
+            ("experiments/bench_results/findings/README.md", (scores_in_use,)),
+            ("experiments/bench_results/learned_budget/README.md", (learned_budget,)),
+            ("experiments/bench_results/peers/README.md", (curves, blocks, stream)),
+            ("README.md", (results_in_short, beside_others)), ("kvjax/README.md", (about_curves,)),
+            ("models/README.md", (compiling,)), ("pallas_kernels/README.md", (kernels, on_a_gpu)),
         ) for said in many)
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )  # fmt: skip
-def test_the_numbers_are_those_of_the_committed_results(folder, said):
-    text = (ROOT / folder / "README.md").read_text()
+def test_the_numbers_are_those_of_the_committed_results(file, said):
+    text = (ROOT / file).read_text()
     missing = [part for part in said() if part not in text]
-    assert not missing, "\n".join(["the README lacks", *missing])
+    assert not missing, "\n".join([f"{file} lacks", *missing])
 
 
 def test_findings_on_the_first_page_stand_on_committed_pages():
@@ -219,12 +245,11 @@ def test_findings_on_the_first_page_stand_on_committed_pages():
     triple = re.compile(r"(-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]")
     shown = lambda text: triple.findall(text.replace("+", ""))
     sizes = lambda found: sorted(abs(float(x)) for x in found)
-    pages = [p for folder in ("board", "replication", "findings") for p in (STORED / folder).rglob("*.md")]
+    every = (p for folder in ("board", "replication", "findings") for p in (STORED / folder).rglob("*.md"))
+    pages = [p for p in every if p.name != "README.md"]
     known = np.array([sizes(found) for page in pages for found in shown(page.read_text())])
-    said = shown((ROOT / "README.md").read_text())
-    results = (STORED / "README.md").read_text()
-    for title in ("The papers' claims, one by one", "What decides", "How far from hindsight"):
-        said += shown(results.split(f"## {title}\n")[1].split("\n## ")[0])
+    by_hand = ROOT / "README.md", STORED / "replication" / "README.md", STORED / "findings" / "README.md"
+    said = [found for page in by_hand for found in shown(page.read_text())]
     assert len(said) > 40
     unit = lambda found: 10.0 ** -len(found[0].partition(".")[2])
     lost = [found for found in said if not (np.abs(known - sizes(found)) <= 0.501 * unit(found)).all(-1).any()]
@@ -232,17 +257,18 @@ def test_findings_on_the_first_page_stand_on_committed_pages():
 
 
 def test_what_was_found_is_said_twice_alike():
-    """Intervals of the first page stand on the experiments' page, and those, but for its main job's, in the results."""
-    names = "README.md", "experiments/README.md", "experiments/bench_results/README.md"
-    pages = [*(ROOT / name for name in names), STORED / "main_job" / "report.md"]
+    """Intervals of the first page stand among the findings, and those in the results."""
     intervals = lambda path: {*re.findall(r"\d+\.\d \[[^\]]+\]", path.read_text().replace("*", ""))}
-    first, page, results, main_job = map(intervals, pages)
-    assert first <= page <= results | main_job
+    first, found = map(intervals, (ROOT / "README.md", ROOT / "experiments" / "FINDINGS.md"))
+    assert first <= found <= set().union(*map(intervals, STORED.glob("*/README.md")))
 
 
-def test_every_method_stands_on_the_first_page_beside_its_paper():
-    text = (ROOT / "README.md").read_text()
+def test_every_method_stands_on_the_first_page_and_beside_its_paper():
+    first, papers = ((ROOT / name).read_text() for name in ("README.md", "kvjax/methods/README.md"))
+    table = papers.split("| family |")[1].split("\n\n")[0]
     for name, method in inspect.getmembers(methods, inspect.isfunction):
         paper = re.search(r"arXiv (\d{4}\.\d{5})", inspect.getdoc(method))
         if name != "token_classes":
-            assert f"[{name}](https://arxiv.org/abs/{paper[1]})" in text if paper else name in text, name
+            assert re.search(rf"\b{name}\b", first), name
+            after = table.split(f"`{name}`")[1]
+            assert not paper or re.search(r"abs/([\d.]+)", after)[1] == paper[1], name

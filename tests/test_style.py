@@ -44,6 +44,7 @@ READMES = [
     for name in (".", "kvjax", "pallas_kernels", "models", "experiments", "kvjax/methods", "experiments/papers",
                  "experiments/tasks", "experiments/harness", "experiments/bench_results")
 ]  # fmt: skip
+READMES += sorted((ROOT / "experiments" / "bench_results").glob("*/README.md"))
 
 
 @pytest.mark.parametrize("file", READMES, ids=lambda p: str(p.relative_to(ROOT)))

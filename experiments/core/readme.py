@@ -17,7 +17,9 @@ from kvjax.experiments.core import page
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 STORED, ON_GPUS = HERE / "bench_results", HERE / "gpu_results"
-PAGES = (".", "experiments", "experiments/bench_results", "kvjax", "models", "pallas_kernels")
+PAGES = ("README.md", "experiments/README.md", "experiments/FINDINGS.md")
+PAGES += tuple(f"experiments/bench_results/{x}/README.md" for x in ("board", "replication", "learned_budget", "peers"))
+PAGES += ("kvjax/README.md", "models/README.md", "pallas_kernels/README.md")
 _PART = re.compile(r"(<!-- numbers: (\S+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?")
 _NAMES = {"full": "full cache", "snapkv": "SnapKV", "ada_snapkv": "Ada-SnapKV"}
@@ -26,7 +28,7 @@ _NAMES |= {"streaming_llm": "StreamingLLM", "h2o": "H2O"}
 
 def changed() -> dict[pathlib.Path, str]:
     """The READMEs whose numbers are not those of the committed results, as they should be."""
-    pages = {path: path.read_text() for path in (HERE.parent / name / "README.md" for name in PAGES)}
+    pages = {path: path.read_text() for path in (HERE.parent / name for name in PAGES)}
     new = {path: _PART.sub(lambda m: m[1] + _filled(m[2], m[3]) + m[4], text) for path, text in pages.items()}
     return {path: text for path, text in new.items() if text != pages[path]}
 

@@ -2,8 +2,10 @@
 
     python -m tests.tools.doors            # Python 3.11 and 3.12, each with the lowest and the highest dependencies
     python -m tests.tools.doors --short    # Python 3.11 with the lowest, without the slow tests: what CI runs
+    python -m tests.tools.doors --short --dist dist    # the same, before a release of what it leaves in dist
 
-A wheel is built and installed into fresh environments. In a folder that has a `models.py`, `configs.py` and
+An archive of the source, and of it a wheel, are built and checked, and the wheel is installed into fresh environments.
+In a folder that has a `models.py`, `configs.py` and
 `experiments.py` of a user's own, each imports kvjax beside them, runs the blocks of the README, a first look at the
 main job, and mypy and pyright over the blocks and over `mistakes.py`, whose marked lines are what they must find. Then
 the checkout takes the wheel's place as an editable install, is imported in the same folder, and runs the tests of
@@ -208,13 +210,17 @@ def main() -> None:
     parser.add_argument(
         "--short", action="store_true", help="the lowest dependencies on one Python, without slow tests"
     )
-    short = parser.parse_args().short
+    parser.add_argument("--dist", type=pathlib.Path, help="where the archives go")
+    options = parser.parse_args()
+    short = options.short
     pythons = [sys.executable] if short else ["python3.11", "python3.12"]
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, str(ROOT)]
-        subprocess.run(build, check=True)
-        (wheel,) = pathlib.Path(folder).glob("*.whl")
+        built = options.dist or pathlib.Path(folder)
+        build = [sys.executable, "-m", "build", "-o", str(built), str(ROOT)]
+        subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
+        wheel, source = (next(built.glob(kind)) for kind in ("*.whl", "*.tar.gz"))
+        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(source)], check=True)
         print("| Python | dependencies | door | what | seconds |\n|---|---|---|---|---|")
         for python in pythons:
             for lowest in (True,) if short else (True, False):
