@@ -20,7 +20,6 @@ import tyro
 
 from kvjax import models
 from kvjax.configs.experiment import check_whole
-from kvjax.drivers.text import repeating
 from kvjax.experiments.core.command import as_command, check_output, parsed
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
@@ -30,6 +29,7 @@ from kvjax.learning import kvzap as zap
 from kvjax.learning.probes import fit_filters, fit_queries, head_importance
 from kvjax.models.embedded import included
 from kvjax.models.written import write_bytes
+from kvjax.text.encode import repeating
 
 TEXTS = 4  # that are read, and read again, at once
 ASKED = ("single_needle", "several_needles", "key_value")

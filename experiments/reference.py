@@ -61,7 +61,7 @@ def write(output: pathlib.Path = pathlib.Path("results/reference")) -> None:
     pdoc.render.configure(docformat="google", show_source=False, math=True)
     inside = {f"kvjax.{found.name}" for found in pkgutil.iter_modules(kvjax.__path__)}
     inside -= {"kvjax.configs", "kvjax.experiments"}  # commands
-    inside -= {"kvjax.drivers", "kvjax.__main__"}  # the names of the first are kvjax's
+    inside -= {"kvjax.run", "kvjax.generation", "kvjax.text", "kvjax.__main__"}  # the names of the first are kvjax's
     for name in inside:
         if names := exported(name):  # stand on the package's page, as users import them
             importlib.import_module(name).__dict__["__all__"] = names

@@ -11,7 +11,10 @@ Each package is built on those named before it:
 - `kvjax.evict`: the policy that most methods are.
 - `kvjax.plan`: the sizes of all caches, before anything is traced.
 - `kvjax.compose`: policies made of policies.
-- `kvjax.drivers`: from prompt to token; all that is public there can be imported from here.
+- `kvjax.run`: a model under a policy: reading prompts, a token at a time, evicting; bytes, meshes, programs.
+- `kvjax.generation`: tokens one after another: the loop, samplers, beams.
+- `kvjax.text`: text in, text out: sessions, streams, and files of both. What is public in these three can be imported
+  from here.
 - `kvjax.methods`: the methods of the papers.
 - `kvjax.analysis`: what an eviction costs.
 - `kvjax.learning`: differentiable policies, and scores and gates that are fitted.
@@ -29,24 +32,24 @@ from kvjax.budgets import Adaptive, Pyramid, Share
 from kvjax.compose import chain, from_fn, partition, partition_heads, protect, shared_layers, when
 from kvjax.compose.across import across_layers
 from kvjax.contract import Policy, doors
-from kvjax.drivers import sampling
-from kvjax.drivers.beam import generate_beams, generate_beams_from
-from kvjax.drivers.checkpoint import load_state, save_state
-from kvjax.drivers.compiled import keep_compiled
-from kvjax.drivers.door import forward
-from kvjax.drivers.generation import feed, generate, generate_from, score
-from kvjax.drivers.memory import plan_memory
-from kvjax.drivers.mesh import make_mesh, shard_params
-from kvjax.drivers.reader import read
-from kvjax.drivers.sampling import Categorical, Greedy, Sample
-from kvjax.drivers.session import Session
-from kvjax.drivers.several import prefill_each
-from kvjax.drivers.single import evict_layer
-from kvjax.drivers.state import AttnStats, State
-from kvjax.drivers.steps import decode_step, prefill, start
-from kvjax.drivers.stream import stream
 from kvjax.evict import Evict
+from kvjax.generation import sampling
+from kvjax.generation.beams import generate_beams, generate_beams_from
+from kvjax.generation.generate import feed, generate, generate_from, score
+from kvjax.generation.sampling import Categorical, Greedy, Sample
 from kvjax.plan import Plan, init_policy_params, make_plan
+from kvjax.run.compiled import keep_compiled
+from kvjax.run.evict_layer import evict_layer
+from kvjax.run.forward import forward
+from kvjax.run.memory import plan_memory
+from kvjax.run.mesh import make_mesh, shard_params
+from kvjax.run.prefill_each import prefill_each
+from kvjax.run.state import AttnStats, State
+from kvjax.run.steps import decode_step, prefill, start
+from kvjax.text.files import load_state, save_state
+from kvjax.text.read import read
+from kvjax.text.session import Session
+from kvjax.text.stream import stream
 
 __version__ = "0.2.0"
 __all__ = [

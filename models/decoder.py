@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.drivers.checks import check_model
 from kvjax.models.config import DecoderConfig
 from kvjax.models.families import family_of
 from kvjax.models.parts import Attend
+from kvjax.run.checks import check_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from kvjax.contract.checks import flag, positive
-from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample, Sampler
+from kvjax.generation.sampling import Greedy, RepetitionPenalty, Sample, Sampler
 from kvjax.models.config import DecoderConfig, each
 
 _TOP_K = 50  # of transformers, where a file is silent

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.contract.checks import positive
-from kvjax.drivers.compiled import cache_folder
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import LanguageModel
 from kvjax.models.families import family_of, from_hugging_face, to_hugging_face
@@ -24,6 +23,7 @@ from kvjax.models.packaged import PACKAGED, fetched
 from kvjax.models.rope import Rope
 from kvjax.models.stored import SINGLE
 from kvjax.models.written import digest, folder, is_whole, remove, seal
+from kvjax.run.compiled import cache_folder
 
 _LAYOUT = 2  # of what is written: files are converted anew where it has changed
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}

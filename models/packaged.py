@@ -8,8 +8,8 @@ import sys
 import zipfile
 from typing import Final
 
-from kvjax.drivers.compiled import cache_folder
 from kvjax.models.written import DIGESTS, folder, is_whole, remove, seal
+from kvjax.run.compiled import cache_folder
 
 TERMS: Final = {"gemma": "Google's Gemma Terms of Use (https://ai.google.dev/gemma/terms)"}
 """Licences that are to be accepted before a download, and where they are read."""

@@ -12,9 +12,9 @@ from jaxtyping import Int
 
 from kvjax.contract import MOST
 from kvjax.contract.checks import whole
-from kvjax.drivers.text import encode as encode
 from kvjax.models.sources import locate
 from kvjax.models.stored import check_whole
+from kvjax.text.encode import encode as encode
 
 _WITHOUT_TORCH = "Models won't be available"  # of transformers, that is, where PyTorch is not installed
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

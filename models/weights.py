@@ -23,8 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from kvjax.contract.checks import one_of
-from kvjax.drivers.checks import check_model
-from kvjax.drivers.sampling import Sampler
+from kvjax.generation.sampling import Sampler
 from kvjax.models.config import DTYPES, DecoderConfig
 from kvjax.models.decoder import LanguageModel
 from kvjax.models.families import family_of, from_hugging_face, to_hugging_face
@@ -44,6 +43,7 @@ from kvjax.models.stored import (
     weight_files,
 )
 from kvjax.models.written import sync
+from kvjax.run.checks import check_model
 
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 

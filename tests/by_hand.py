@@ -5,7 +5,7 @@ import numpy as np
 
 import kvjax
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Slots, Stats
-from kvjax.drivers.state import row_keys
+from kvjax.run.state import row_keys
 from kvjax.storage import Layer
 from tests import tensors
 from tests.tensors import live_positions

@@ -20,11 +20,11 @@ import tqdm
 
 import kvjax
 from kvjax import methods, models
-from kvjax.drivers import single
 from kvjax.methods.profile import FastGen
 from kvjax.models import packaged
 from kvjax.models.embedded import EMBEDDED
 from kvjax.observe import Reread
+from kvjax.run import evict_layer
 from tests import conftest  # whose settings decide how numbers round
 from tests.cases import BY_LAYER, CASES, SHARED, Sizes
 
@@ -78,7 +78,7 @@ def of_tensors(case, policy):
     arrays, more = tensors()
     each = []
     for i in layers(case):
-        kv = single.evict_layer(policy, *arrays, lengths=LENGTHS, layer=i, num_layers=SIZES.L, **more)
+        kv = evict_layer.evict_layer(policy, *arrays, lengths=LENGTHS, layer=i, num_layers=SIZES.L, **more)
         each.append(digest(np.where(np.asarray(kv.live), np.asarray(kv.pos), -1)))
     return "".join(each)
 

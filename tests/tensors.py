@@ -12,8 +12,8 @@ import numpy as np
 import kvjax
 from kvjax.compose.across import AcrossLayers
 from kvjax.contract import EMPTY, AttentionInputs, compiled
-from kvjax.drivers.attend import embed, step
 from kvjax.models import ModelConfig
+from kvjax.run.layers import embed, step
 
 
 def qkv(seed=0, *, B=2, N=4, K=2, T=24, H=8, dtype=jnp.float32, sharpness=1.5):

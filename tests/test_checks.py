@@ -10,9 +10,9 @@ import pytest
 import kvjax
 from kvjax import Evict, Policy, methods, models
 from kvjax.contract import Score
-from kvjax.drivers.checks import check_prompts
 from kvjax.methods import variants
 from kvjax.observe import Rows
+from kvjax.run.checks import check_prompts
 from tests import tensors
 
 IDS = np.asarray(tensors.token_ids(2, 24))

@@ -23,7 +23,7 @@ def untold(monkeypatch, tmp_path):
     yield tmp_path
     for name, value in before.items():
         jax.config.update(name, value)
-    kvjax.drivers.compiled.reset_cache()
+    kvjax.run.compiled.reset_cache()
 
 
 def settings():
@@ -37,7 +37,7 @@ def test_programs_are_kept_in_the_users_folder(untold):
 
 
 def test_a_folder_takes_what_is_compiled_from_then_on(untold, monkeypatch):
-    monkeypatch.setattr(kvjax.drivers.compiled, "_LEAST", 0)
+    monkeypatch.setattr(kvjax.run.compiled, "_LEAST", 0)
     kvjax.keep_compiled(untold / "a")
     jax.jit(lambda x: x * 2 + 1)(1.0)
     jax.config.update("jax_enable_compilation_cache", False)

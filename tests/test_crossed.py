@@ -18,10 +18,10 @@ import kvjax
 from kvjax.contract import EMPTY, AttentionInputs, Layout, Policy, unique
 from kvjax.decide import select
 from kvjax.decide.rewrite import Reference, shares
-from kvjax.drivers.attend import step
 from kvjax.methods.profile import Kinds, WholeQueries
 from kvjax.models.rope import Rope
 from kvjax.observe import Rows
+from kvjax.run.layers import step
 from kvjax.storage import empty
 from kvjax.storage.pool import to_pool
 from tests import table, tensors

@@ -4,8 +4,8 @@ import pytest
 import tokenizers
 import transformers
 
-from kvjax.drivers.dialogue import Dialogue
-from kvjax.drivers.text import encode
+from kvjax.text.dialogue import Dialogue
+from kvjax.text.encode import encode
 
 TURNS = "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} </{{ m.role }}> {% endfor %}"
 TURNS += "{% if add_generation_prompt %}<assistant>{% endif %}"

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from kvjax import budgets, compose, methods, models
-from kvjax.drivers import beam, generation, loop, sampling, steps
-from kvjax.drivers import reader as readers
-from kvjax.drivers import stream as streams
-from kvjax.drivers.checks import check_request
+from kvjax.generation import beams, loop, sampling
+from kvjax.generation import generate as generating
 from kvjax.plan import make_plan
+from kvjax.run import steps
+from kvjax.run.checks import check_request
+from kvjax.text import read as reading
+from kvjax.text import stream as streams
 from tests.marks import slow_but
 from tests.tensors import live_positions
 
@@ -35,12 +37,12 @@ def test_cached_decoding_is_one_pass_over_the_text(shallow, read):
     logits, state = read(lengths=LENGTHS)
     assert live_positions(state.layers[0]) == [[list(range(n))] * 2 for n in LENGTHS]
     more = np.random.default_rng(4).integers(0, 61, (3, 5))
-    found, after = generation.feed(*shallow, more, state)
+    found, after = generating.feed(*shallow, more, state)
     for n in (1, 5):
         again, _ = read(tokens=np.concatenate([TOKENS, more[:, :n]], axis=1), lengths=LENGTHS + n)
         np.testing.assert_allclose(found[:, n - 1], again, atol=2e-4)
     assert after.length.tolist() == (LENGTHS + 5).tolist()
-    scores, _ = generation.score(*shallow, more, logits, state)
+    scores, _ = generating.score(*shallow, more, logits, state)
     every = jax.nn.log_softmax(jnp.concatenate([logits[:, None], found[:, :-1]], axis=1))
     np.testing.assert_allclose(scores, np.take_along_axis(np.asarray(every), more[..., None], -1)[..., 0], atol=1e-4)
 
@@ -51,9 +53,9 @@ def test_a_short_row_is_fed_as_it_is_alone(shallow, read):
     row, n, policy = 1, np.array([5, 2, 4]), methods.streaming_llm(6, sinks=1)
     more = np.random.default_rng(5).integers(0, 61, (3, 5))
     more[row, :3] = -1
-    logits, state = generation.feed(*shallow, more, read(policy, lengths=LENGTHS)[1], lengths=n)
+    logits, state = generating.feed(*shallow, more, read(policy, lengths=LENGTHS)[1], lengths=n)
     _, alone = read(policy, TOKENS[[row]], lengths=LENGTHS[[row]])
-    expected, kept = generation.feed(*shallow, more[[row], 3:], alone)
+    expected, kept = generating.feed(*shallow, more[[row], 3:], alone)
     np.testing.assert_allclose(logits[row, 3:], expected[0], atol=1e-4)
     assert np.isnan(logits[row, :3]).all()
     assert state.length[row] == kept.length[0]
@@ -62,11 +64,11 @@ def test_a_short_row_is_fed_as_it_is_alone(shallow, read):
 
 def test_generation_stops_at_the_end_token(shallow):
     """What ended reads nothing more; the others go on. The model's own end tokens are the default."""
-    free = generation.generate(*shallow, TOKENS, lengths=LENGTHS, max_new_tokens=12)
+    free = generating.generate(*shallow, TOKENS, lengths=LENGTHS, max_new_tokens=12)
     first = np.asarray(free.tokens[0])
     at = next(i for i in range(3, 12) if first[i] not in first[:i])
     eos = (int(first[at]),)
-    ended = generation.generate(*shallow, TOKENS, lengths=LENGTHS, max_new_tokens=12, eos_ids=eos, pad_id=60)
+    ended = generating.generate(*shallow, TOKENS, lengths=LENGTHS, max_new_tokens=12, eos_ids=eos, pad_id=60)
     assert ended.lengths[0] == at + 1
     assert (np.asarray(ended.tokens[0, at + 1 :]) == 60).all()
     assert (np.asarray(ended.log_probs[0, at + 1 :]) == 0).all()
@@ -92,9 +94,9 @@ def test_what_is_past_the_plan_is_refused_and_under_jit_visible(shallow, read, p
     with pytest.raises(ValueError, match="4 tokens come after the prompt, but the state was planned for 2; read the"):
         steps.decode_step(model, params, [1, 1], after)
     behind = {
-        "generate_from": lambda s, n: generation.generate_from(model, params, logits, s, max_new_tokens=n + 1),
-        "beams": lambda s, n: beam.generate_beams_from(model, params, logits, s, num_beams=2, max_new_tokens=n + 1),
-        "feed": lambda s, n: generation.feed(model, params, np.ones((2, n), np.int32), s),
+        "generate_from": lambda s, n: generating.generate_from(model, params, logits, s, max_new_tokens=n + 1),
+        "beams": lambda s, n: beams.generate_beams_from(model, params, logits, s, num_beams=2, max_new_tokens=n + 1),
+        "feed": lambda s, n: generating.feed(model, params, np.ones((2, n), np.int32), s),
     }
     for door in behind.values():
         with pytest.raises(ValueError, match="3 tokens come after the prompt, but the state was planned for 2"):
@@ -104,7 +106,7 @@ def test_what_is_past_the_plan_is_refused_and_under_jit_visible(shallow, read, p
         assert (tokens[:, :3] >= 0).all()
         assert (tokens[:, 3:] == -1).all()
     with pytest.raises(ValueError, match="3 tokens come after the prompt"):
-        generation.feed(model, params, np.ones((2, 4), np.int32), state, lengths=[2, 3])
+        generating.feed(model, params, np.ones((2, 4), np.int32), state, lengths=[2, 3])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_rows_go_on_behind_given_tokens_up_to_their_limits(shallow, read):
     found, after = loop.continued(run, at, (given, known), limits)
     assert after.state.length.tolist() == (T + limits).tolist()
     tokens = [found.tokens[:n, b].tolist() for b, n in enumerate(limits)]
-    again, _ = generation.feed(*shallow, models.pad_left(tokens)[0], state, lengths=limits)
+    again, _ = generating.feed(*shallow, models.pad_left(tokens)[0], state, lengths=limits)
     for b, n in enumerate(limits):
         own = np.concatenate([logits[b : b + 1], again[b, limits.max() - n : -1]])
         wanted = np.where(known[:n, b], given[:n, b], own.argmax(-1))
@@ -161,7 +163,7 @@ def test_rows_go_on_behind_given_tokens_up_to_their_limits(shallow, read):
 READ = {
     "prefill": lambda m, p, t, state: steps.prefill(m, p, jnp.full((1, 4), t), max_new_tokens=2)[0],
     "decode_step": lambda m, p, t, state: steps.decode_step(m, p, jnp.full((1,), t), state)[0],
-    "feed": lambda m, p, t, state: generation.feed(m, p, jnp.full((1, 1), t), state)[0],
+    "feed": lambda m, p, t, state: generating.feed(m, p, jnp.full((1, 1), t), state)[0],
 }
 
 
@@ -205,8 +207,8 @@ def test_rows_of_a_state_are_those_that_there_are(shallow, read):
 
 FIVE = {"max_new_tokens": 5}
 PAST = {
-    "generate": lambda m, p, t, **how: generation.generate(m, p, t, **FIVE, **how),
-    "beams": lambda m, p, t, policy, block=None: beam.generate_beams(m, p, t, num_beams=2, policy=policy, **FIVE),
+    "generate": lambda m, p, t, **how: generating.generate(m, p, t, **FIVE, **how),
+    "beams": lambda m, p, t, policy, block=None: beams.generate_beams(m, p, t, num_beams=2, policy=policy, **FIVE),
     "stream": lambda m, p, t, **how: list(streams.stream(m, p, t, **FIVE, **how)),
     "endless stream": lambda m, p, t, **how: list(
         itertools.islice(streams.stream(m, p, t, max_new_tokens=None, eos_ids=(), **how), 5)
@@ -214,7 +216,7 @@ PAST = {
     "prefill": lambda m, p, t, **how: steps.prefill(m, p, t, **FIVE, **how),
     "start": lambda m, p, t, policy, block=None: steps.start(m, policy=policy, lengths=[len(t[0])], **FIVE),
     "read": lambda m, p, t, policy, block=None: list(
-        readers.read(m, p, [*t[0].tolist(), 1, 2, 3, 4, 5], policy=policy, prompt_len=len(t[0]), chunk=5)
+        reading.read(m, p, [*t[0].tolist(), 1, 2, 3, 4, 5], policy=policy, prompt_len=len(t[0]), chunk=5)
     ),
 }
 
@@ -273,7 +275,7 @@ def test_stored_keys_are_turned_further_only_where_that_can_be(shallow, rope, me
 )
 def test_parameters_are_for_one_model(shallow, change, message):
     with pytest.raises(ValueError, match=message):
-        generation.generate(shallow[0], change(shallow[1]), np.ones((1, 4), np.int32), max_new_tokens=2)
+        generating.generate(shallow[0], change(shallow[1]), np.ones((1, 4), np.int32), max_new_tokens=2)
 
 
 def test_donating_a_state_leaves_the_callers_arrays(shallow, read):
@@ -284,7 +286,7 @@ def test_donating_a_state_leaves_the_callers_arrays(shallow, read):
         donate_argnums=1,
     )
     step(shallow[1], read(tokens=tokens, key=keys, lengths=lengths)[1])
-    step(shallow[1], generation.generate(*shallow, tokens, key=keys, lengths=lengths, max_new_tokens=2).state)
+    step(shallow[1], generating.generate(*shallow, tokens, key=keys, lengths=lengths, max_new_tokens=2).state)
     assert not keys.is_deleted()
     assert not lengths.is_deleted()
 
@@ -292,7 +294,7 @@ def test_donating_a_state_leaves_the_callers_arrays(shallow, read):
 def test_a_function_of_everything_can_be_jitted(shallow):
     """`generate` inside a user's jit, lengths traced."""
     policy = methods.snapkv(0.5, window=2, kernel=3)
-    run = lambda params, tokens, lengths: generation.generate(
+    run = lambda params, tokens, lengths: generating.generate(
         shallow[0], params, tokens, lengths=lengths, policy=policy, max_new_tokens=5
     )
     expected = run(shallow[1], TOKENS[:2], LENGTHS[:2])
@@ -305,7 +307,7 @@ def test_a_function_of_everything_can_be_jitted(shallow):
 def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow):
     keys, sampler = jax.random.split(jax.random.key(4), 3), sampling.Sample(temperature=0.8, top_k=20, top_p=0.9)
     run = lambda t, n, k, most=8: (
-        generation.generate(
+        generating.generate(
             *shallow, t, lengths=n, max_new_tokens=most, sampler=sampler, key=k, policy=methods.random(6)
         ).tokens
     )
@@ -338,17 +340,17 @@ def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow)
 def test_bad_input_is_refused_before_tracing(shallow, change, message):
     given = {"model": shallow[0], "params": shallow[1], "tokens": TOKENS, "max_new_tokens": 4} | change
     with pytest.raises(ValueError, match=message):
-        generation.generate(**given)
+        generating.generate(**given)
 
 
 BAD_CALLS = [
     (steps.decode_step, {"active": np.ones(3, bool)}, r"of shape \(2\); got bool of shape \(3,\)"),
     (steps.decode_step, {"active": [2, 0]}, "active must be True or False, one a sequence"),
     (steps.decode_step, {"token": [1]}, r"token must be integers, one a sequence, of shape \(2\); got"),
-    (generation.feed, {"lengths": [0, 2]}, "lengths go from 0 to 2, but a row has 1 to 2 tokens"),
-    (generation.generate_from, {"logits": np.ones((1, 61), np.float32)}, r"of shape \(2, 61\); got float32 of .*1, 61"),
-    (generation.generate_from, {"sampler": sampling.Sample(repetition_penalty=1.2)}, "give tokens=, what the state"),
-    (beam.generate_beams_from, {"logits": np.ones((2, 60), np.float32)}, r"of shape \(2, 61\); got"),
+    (generating.feed, {"lengths": [0, 2]}, "lengths go from 0 to 2, but a row has 1 to 2 tokens"),
+    (generating.generate_from, {"logits": np.ones((1, 61), np.float32)}, r"of shape \(2, 61\); got float32 of .*1, 61"),
+    (generating.generate_from, {"sampler": sampling.Sample(repetition_penalty=1.2)}, "give tokens=, what the state"),
+    (beams.generate_beams_from, {"logits": np.ones((2, 60), np.float32)}, r"of shape \(2, 61\); got"),
 ]
 
 
@@ -361,7 +363,7 @@ def test_drivers_refuse_what_does_not_fit(shallow, read, call, change, message):
         {"logits": logits, "max_new_tokens": 2}
         if "from" in call.__name__
         else {"tokens": np.ones((2, 2), np.int64)}
-        if call is generation.feed
+        if call is generating.feed
         else {"token": [1, 1]}
     )
     with pytest.raises(ValueError, match=message):

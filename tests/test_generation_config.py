@@ -6,7 +6,7 @@ import json
 import pytest
 
 from kvjax import models
-from kvjax.drivers.sampling import Greedy, RepetitionPenalty, Sample
+from kvjax.generation.sampling import Greedy, RepetitionPenalty, Sample
 from kvjax.models.weights import read_config
 
 DRAWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}

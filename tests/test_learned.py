@@ -14,14 +14,14 @@ import pytest
 
 from kvjax import Evict, evict_layer, make_plan, methods, models
 from kvjax.contract import LayerInfo, Layout, Value
-from kvjax.drivers.state import Prompts
-from kvjax.drivers.steps import decode_step, prefill
 from kvjax.learning import kvzap
 from kvjax.learning.gates import distance, gated, penalty
 from kvjax.learning.probes import fit_filters, fit_queries, head_importance, observed
 from kvjax.models.embedded import EMBEDDED
 from kvjax.models.scorer import TrainedHead
 from kvjax.observe import Reread, votes
+from kvjax.run.state import Prompts
+from kvjax.run.steps import decode_step, prefill
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, Learned, apply_heads
 from tests.float64 import VOCAB, G, K, L, Wide, central, relative
 from tests.tensors import live_positions, qkv

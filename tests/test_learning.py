@@ -13,11 +13,11 @@ from kvjax.analysis.losses import distances, output_kl, task_loss
 from kvjax.budgets import STEP, HeadShares, LayerShares, Schedule
 from kvjax.contract import Layout, Policy
 from kvjax.decide.select import TopK
-from kvjax.drivers.door import forward
-from kvjax.drivers.steps import decode_step, prefill, start
 from kvjax.learning import relax
 from kvjax.learning.relax import soften, with_budgets, with_table, with_temperature
 from kvjax.learning.soft import Pass, mass_rank, soft_passes, soft_top_k
+from kvjax.run.forward import forward
+from kvjax.run.steps import decode_step, prefill, start
 from kvjax.storage import Layer
 from tests.float64 import VOCAB, central, relative
 from tests.marks import slow_but

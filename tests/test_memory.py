@@ -5,8 +5,8 @@ import numpy as np
 
 import kvjax
 from kvjax import methods
-from kvjax.drivers.memory import shown
 from kvjax.observe import Reread
+from kvjax.run.memory import shown
 from tests.table import rows
 
 T, NEW, B = 24, 8, 2

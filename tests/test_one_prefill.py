@@ -7,8 +7,9 @@ import pytest
 import kvjax
 from kvjax import analysis, decode_step, methods, prefill, prefill_each
 from kvjax.contract import Reads, Score
-from kvjax.drivers import door, several
 from kvjax.methods import variants
+from kvjax.run import forward as reading
+from kvjax.run import prefill_each as reading_each
 from tests import table
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -46,11 +47,11 @@ def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
     cases = {name: table.Case(name) for name in SHARED}
     policies = {name: case.make(case.budget, width=c.embed_dim) for name, case in cases.items()}
     policies |= {"again": methods.kvzip(8), "again at 12": methods.kvzip(12), "hides": EveryThird()}
-    passes, forward = [], door.forward
-    monkeypatch.setattr(several, "forward", lambda *a, **k: passes.append(0) or forward(*a, **k))
+    passes, forward = [], reading.forward
+    monkeypatch.setattr(reading_each, "forward", lambda *a, **k: passes.append(0) or forward(*a, **k))
     found = {name: (logits, state) for name, logits, state in prefill_each(model, params, TOKENS, policies, **HOW)}
     assert found.keys() == policies.keys()
-    ways = {several.stored_as(policy, c.num_layers) for policy in policies.values()}
+    ways = {reading_each.stored_as(policy, c.num_layers) for policy in policies.values()}
     assert len(passes) == len(ways) == 3
     for name, (logits, state) in found.items():
         wanted, own = prefill(model, params, TOKENS, policy=policies[name], **HOW)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax import decode_step, feed, methods, models, prefill
-from kvjax.drivers.attend import without_cache
 from kvjax.models.families import from_hugging_face
+from kvjax.run.layers import without_cache
 from tests.marks import slow_but
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")

@@ -9,8 +9,10 @@ import pytest
 
 import kvjax
 from kvjax import methods, models
-from kvjax.drivers import attend, buckets, generation, loop
+from kvjax.generation import generate as generating
+from kvjax.generation import loop
 from kvjax.models import gpt2
+from kvjax.run import buckets, layers
 from tests import table
 from tests.tensors import live_positions
 
@@ -49,12 +51,12 @@ def test_a_sweep_compiles_one_program(shallow):
         how = {"policy": make(budget), "plan": plan, "max_new_tokens": 2, "key": jax.random.key(budget)}
         state = kvjax.generate(*shallow, TOKENS, **how, buckets=False).state
         assert (state.layers[0].num_live <= budget + 1).all()
-        sizes.add((attend.layer_step._cache_size(), loop._decoded._cache_size()))
+        sizes.add((layers.layer_step._cache_size(), loop._decoded._cache_size()))
     assert len(sizes) == 1
 
 
 def test_prompts_of_other_widths_share_all_but_their_layers(shallow):
-    programs, sizes = (attend.layer_step, loop._begun, loop._decoded, generation._joined), []
+    programs, sizes = (layers.layer_step, loop._begun, loop._decoded, generating._joined), []
     for width in (20, 40, 60):
         tokens = np.full((1, width), 7)
         found = kvjax.generate(*shallow, tokens, policy=methods.snapkv(8, window=4), max_new_tokens=2)

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from kvjax import analysis, plot
 from kvjax.analysis import Interval
 from kvjax.contract import EMPTY, Decision, LayerInfo
-from kvjax.drivers.state import State
 from kvjax.plot.style import columns_for, wrapped
+from kvjax.run.state import State
 from kvjax.storage import empty
 
 T = 12

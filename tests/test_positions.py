@@ -11,10 +11,10 @@ import pytest
 from kvjax import chain, decode_step, make_plan, methods, models, prefill, shared_layers
 from kvjax.budgets import STEP
 from kvjax.contract import EMPTY, Layout, PerSlot, Rewrite
-from kvjax.drivers.attend import without_cache
 from kvjax.evict import Evict, evicts
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
+from kvjax.run.layers import without_cache
 from kvjax.scores.attention import Recency
 from tests import table, tensors
 from tests.cases import Sizes

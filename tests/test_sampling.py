@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax import generate, generate_from, prefill
-from kvjax.drivers import loop
-from kvjax.drivers.sampling import (
+from kvjax.generation import loop
+from kvjax.generation.sampling import (
     Categorical,
     Filter,
     Greedy,

@@ -13,9 +13,12 @@ import pytest
 from tokenizers.normalizers import Replace
 
 from kvjax import methods, models
-from kvjax.drivers import attend, checkpoint, generation, loop, sampling, steps
-from kvjax.drivers.session import Session
+from kvjax.generation import generate as generating
+from kvjax.generation import loop, sampling
 from kvjax.observe import Reread
+from kvjax.run import layers, steps
+from kvjax.text import files
+from kvjax.text.session import Session
 from tests.test_checks import LINE
 from tests.words import words
 
@@ -38,8 +41,8 @@ def by_hand(shallow):
     def read(first, *rest, policy=POLICY, **options):
         first, *rest = (words()(text).input_ids for text in (first, *rest))
         _, state = steps.prefill(model, params, [first], policy=policy, max_new_tokens=32)
-        logits, state = generation.feed(model, params, [list(itertools.chain(*rest))], state)
-        found = generation.generate_from(model, params, logits[:, -1], state, max_new_tokens=M, **options)
+        logits, state = generating.feed(model, params, [list(itertools.chain(*rest))], state)
+        found = generating.generate_from(model, params, logits[:, -1], state, max_new_tokens=M, **options)
         return words().decode(found.tokens[0])
 
     return read
@@ -98,7 +101,7 @@ def test_questions_of_all_sizes_and_contexts_of_about_the_same_compile_nothing(m
     session, sizes = make(max_question_tokens=64), []
     for context, question in ((CONTEXT, ASKED[0]), ("ab " * 14, "aa ab ac ad " * 16)):
         session.compress(context).ask(question)
-        sizes.append((attend.layer_step._cache_size(), loop._decoded._cache_size()))
+        sizes.append((layers.layer_step._cache_size(), loop._decoded._cache_size()))
     assert sizes[0] == sizes[1]
 
 
@@ -139,8 +142,8 @@ import json, sys
 import numpy as np
 from kvjax import models
 from kvjax import methods
-from kvjax.drivers import sampling
-from kvjax.drivers.session import Session
+from kvjax.generation import sampling
+from kvjax.text.session import Session
 from tests.words import words
 import jax, jax.numpy as jnp
 config = models.ModelConfig(61, 32, 48, 1, 4, 2, 8)
@@ -228,12 +231,12 @@ def test_words_that_no_session_writes_are_named(make, shallow, tmp_path):
     session, tokenizer = make(key=jax.random.key(3)).compress(CONTEXT), words()
     session.ask("ah", keep=True)
     session.save(tmp_path / "session")
-    whole, arrays = checkpoint._read(tmp_path / "session")
+    whole, arrays = files._read(tmp_path / "session")
     whole = json.loads(json.dumps(whole))
     path, again, taken, said = tmp_path / "changed", tmp_path / "again", set(), []
     for at in places(whole):
         for bad in (None, -1, "x", [], {"a": 1}):
-            checkpoint._write(path, arrays, put(whole, at, bad))
+            files._write(path, arrays, put(whole, at, bad))
             try:
                 loaded = Session.load(path, *shallow, tokenizer, policy=POLICY)
             except ValueError as e:

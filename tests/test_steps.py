@@ -9,12 +9,14 @@ import pytest
 
 from kvjax import budgets, compose, forward, methods, models, prefill, start
 from kvjax.contract import Layout
-from kvjax.drivers import attend, generation, sampling, steps
-from kvjax.drivers.buckets import bucket, plan_request
+from kvjax.generation import generate as generating
+from kvjax.generation import sampling
 from kvjax.models.gemma import GemmaConfig
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
 from kvjax.models.opt import OPTConfig
+from kvjax.run import layers, steps
+from kvjax.run.buckets import bucket, plan_request
 from tests.marks import marks, slow_but
 from tests.tensors import live_positions
 
@@ -59,17 +61,17 @@ def test_blocks_that_keep_everything_are_the_whole_prompt(kind, positions):
 
 def test_recency_does_not_depend_on_blocks(shallow):
     """A window keeps the same tokens however the prompt is cut, in two programs whatever the number of blocks."""
-    before = attend.layer_step._cache_size()
+    before = layers.layer_step._cache_size()
     for block in (1, 7, 24, 100):
         how = {"policy": methods.window(9), "max_new_tokens": 2, "block": block}
         _, state = steps.prefill(*shallow, IDS, **how)
         assert live_positions(state.layers[0]) == [[list(range(T - 9, T))] * 2] * 2
-    assert attend.layer_step._cache_size() <= before + 2 + 2 + 1 + 0
+    assert layers.layer_step._cache_size() <= before + 2 + 2 + 1 + 0
 
 
 def test_memory_does_not_grow_with_the_prompt(shallow, monkeypatch):
     """Behind every block the cache is as large, however many have been read."""
-    read, held = attend.step, []
+    read, held = layers.step, []
 
     def recorded(*args, **how):
         found = read(*args, **how)
@@ -88,7 +90,7 @@ def test_blocks_are_one_program_inside_of_jit(shallow, monkeypatch):
     how = {"policy": methods.roco(6), "max_new_tokens": 2, "block": 3}
     read = lambda params, tokens: steps.prefill(model, params, tokens, **how)
     logits, state = read(params, IDS)
-    step, traced = attend.step, []
+    step, traced = layers.step, []
     monkeypatch.setattr(steps, "step", lambda *args, **how: traced.append(how) or step(*args, **how))
     inside, other = jax.jit(read)(params, IDS)
     assert len(traced) == 2
@@ -124,7 +126,7 @@ def test_the_budget_holds_again_at_the_step_that_follows_many_tokens(shallow, na
     assert int(state.num_live.min()) > 11
     for after in (
         steps.decode_step(*shallow, IDS[:, 15], state)[1],
-        generation.feed(*shallow, IDS[:, 15:17], state)[1],
+        generating.feed(*shallow, IDS[:, 15:17], state)[1],
     ):
         assert int(after.num_live.max()) == int(after.num_live.min()) == 10
 
@@ -150,7 +152,7 @@ NINE = methods.streaming_llm(9, sinks=3)
 
 def fed(model, params, policy, block=None):
     how = {"policy": policy, "lengths": PROMPT_LENGTHS, "max_new_tokens": STEPS, "block": block}
-    return generation.feed(model, params, MORE, steps.prefill(model, params, PROMPTS, **how)[1])
+    return generating.feed(model, params, MORE, steps.prefill(model, params, PROMPTS, **how)[1])
 
 
 SLIDE = {  # name: (model, policy, block)
@@ -202,7 +204,7 @@ def test_a_million_tokens_later(shallow):
     move = lambda kv: kv.replace(pos=jnp.where(kv.pos < 3, kv.pos, kv.pos + by))
     moved = {"length": state.length + by, "prompt_length": state.prompt_length + by}
     later = dataclasses.replace(state, layers=tuple(map(move, state.layers)), **moved)
-    (now, _), (then, _) = (generation.feed(*shallow, MORE, s) for s in (state, later))
+    (now, _), (then, _) = (generating.feed(*shallow, MORE, s) for s in (state, later))
     np.testing.assert_allclose(then[:2], now[:2], atol=1e-6 * float(jnp.abs(now).max()))
 
 
@@ -231,7 +233,7 @@ def test_a_row_that_slept_draws_as_if_it_had_not(shallow):
     def draw(active):
         _, after = steps.decode_step(model, params, [1, 1], state, active=active)
         how = {"max_new_tokens": 8, "sampler": sampling.Sample(temperature=4.0)}
-        return np.asarray(generation.generate_from(model, params, logits, after, **how).tokens)
+        return np.asarray(generating.generate_from(model, params, logits, after, **how).tokens)
 
     asleep, one = draw([False, False]), draw([False, True])
     np.testing.assert_array_equal(one[0], asleep[0])
@@ -280,14 +282,14 @@ def test_slots_are_those_of_the_rounded_sizes(shallow, policy):
 @pytest.mark.parametrize("policy", [methods.full(), methods.h2o(0.5)])
 def test_columns_that_no_prompt_fills_take_no_slots(shallow, policy):
     wide = np.pad(np.asarray(IDS), ((0, 0), (300, 0)))
-    run = lambda ids: generation.generate(*shallow, ids, policy=policy, max_new_tokens=3, lengths=LENGTHS)
+    run = lambda ids: generating.generate(*shallow, ids, policy=policy, max_new_tokens=3, lengths=LENGTHS)
     (alone, plan), (padded, found) = ((x.tokens, x.state.plan) for x in map(run, (IDS, wide)))
     assert found == plan
     np.testing.assert_array_equal(padded, alone)
 
 
 def test_sizes_are_exact_where_prompts_are_traced(shallow):
-    run = lambda tokens: generation.generate(*shallow, tokens, max_new_tokens=3)
+    run = lambda tokens: generating.generate(*shallow, tokens, max_new_tokens=3)
     info = jax.eval_shape(run, IDS).state.plan.infos[0]
     assert (info.prompt_len, info.max_new_tokens) == (T, 3)
 

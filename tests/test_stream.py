@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from kvjax import methods
-from kvjax.drivers import attend, loop, sampling
-from kvjax.drivers import stream as streaming
-from kvjax.drivers.generation import generate
-from kvjax.drivers.stream import stream
+from kvjax.generation import loop, sampling
+from kvjax.generation.generate import generate
+from kvjax.run import layers
+from kvjax.text import stream as streaming
+from kvjax.text.stream import stream
 from tests.words import words
 
 V, M = 61, 10
@@ -102,9 +103,9 @@ def test_a_state_that_somebody_holds_stays(run, greedy):
 
 def test_an_equal_stream_compiles_nothing(run):
     list(run(stream, lengths=LENGTHS))
-    before = attend.layer_step._cache_size(), loop._decoded._cache_size()
+    before = layers.layer_step._cache_size(), loop._decoded._cache_size()
     list(run(stream, lengths=LENGTHS, policy=methods.h2o(6)))
-    assert (attend.layer_step._cache_size(), loop._decoded._cache_size()) == before
+    assert (layers.layer_step._cache_size(), loop._decoded._cache_size()) == before
 
 
 def test_text_ends_before_stop_strings_and_end_tokens(run, greedy):

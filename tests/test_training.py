@@ -10,12 +10,12 @@ import pytest
 import tokenizers
 
 from kvjax import models
-from kvjax.drivers.attend import without_cache
 from kvjax.experiments.training import embedded, loop, varied
 from kvjax.experiments.training.documents import Documents, Sizes
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.models import LanguageModel, ModelConfig
 from kvjax.models.embedded import VARIED
+from kvjax.run.layers import without_cache
 
 TEXT = "\n\n".join(f"The {n} speaks of gold and of winter, part {i}." for i in range(60) for n in ("king", "fool"))
 

@@ -15,13 +15,14 @@ import numpy as np
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_distinct, check_whole
-from kvjax.drivers import attend, loop
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import apart, held
 from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info, write_found
+from kvjax.generation import loop
 from kvjax.models.embedded import EMBEDDED
+from kvjax.run import layers
 
 _NEW = 32
 _POLICIES = {"full": "full", "SnapKV": "snapkv", "PyramidKV": "pyramidkv", "H2O": "h2o"}
@@ -81,7 +82,7 @@ def sweep_programs(budgets: tuple[int, ...] = (16, 32, 48, 64), seeds: int = 10)
     params = jax.jit(model.init)(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 512, (1, 256)).astype(np.int32)
     found: dict[str, int] = {}
-    programs: list[Any] = [attend.layer_step, loop._decoded]
+    programs: list[Any] = [layers.layer_step, loop._decoded]
     largest = kvjax.make_plan(model.config, methods.h2o(max(budgets)), np.array([256]), 256, 2)
     for name, plan in (("a plan for each budget", None), ("all within the largest", largest)):
         jax.clear_caches()
@@ -107,7 +108,7 @@ def held_by_lengths(policy: str, share: float, lengths: int = 24) -> dict[str, f
         model, params, ids[:, -n:], policy=make_policy(policy, share), max_new_tokens=8, eos_ids=()
     )
     read(33)
-    programs: Any = attend.layer_step
+    programs: Any = layers.layer_step
     before, of_first = held("VmRSS"), programs._cache_size()
     for n in np.linspace(64, 1024, lengths).astype(int):
         jax.block_until_ready(read(int(n)))

@@ -25,7 +25,6 @@ import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
 from kvjax.contract import Layout
-from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.bench.speed import RANDOM
@@ -35,6 +34,7 @@ from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info
 from kvjax.methods import variants
 from kvjax.models.written import write_bytes
+from kvjax.run.memory import shown
 
 _NEW, _BUDGET, _BLOCK = 64, 512, 512
 _BLOCKS = ", in blocks"  # behind the name of a method

@@ -27,13 +27,13 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_whole
-from kvjax.drivers.memory import shown
 from kvjax.experiments.bench.process import apart, forget_peak, held, stored_rows
 from kvjax.experiments.core.command import script, write_figure, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info
 from kvjax.models.written import write_bytes
+from kvjax.run.memory import shown
 
 METHODS = ("streaming_llm", "h2o", "tova", "roco", "keyformer", "random")
 _BUDGET, _CHUNK, _WINDOW = 512, 256, 40  # tokens, tokens of a call, calls of a window

@@ -23,20 +23,20 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.configs.experiment import Made, with_params
-from kvjax.drivers.attend import step
-from kvjax.drivers.beam import checked_search, rules_of, searched
-from kvjax.drivers.buckets import bucket, plan_request
-from kvjax.drivers.checks import check_block, check_positions, check_request
-from kvjax.drivers.decide import HidesTokens, applied
-from kvjax.drivers.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
-from kvjax.drivers.mesh import on_mesh
-from kvjax.drivers.several import read_whole, stored_as
-from kvjax.drivers.state import Prompts, empty_state
-from kvjax.drivers.steps import checked_logits
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
+from kvjax.generation.beams import checked_search, rules_of, searched
+from kvjax.generation.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
 from kvjax.models import pad_left
 from kvjax.plan import own_params, sharing
+from kvjax.run.apply import HidesTokens, apply_policy
+from kvjax.run.buckets import bucket, plan_request
+from kvjax.run.checks import check_block, check_positions, check_request
+from kvjax.run.layers import step
+from kvjax.run.mesh import on_mesh
+from kvjax.run.prefill_each import read_whole, stored_as
+from kvjax.run.state import Prompts, empty_state
+from kvjax.run.steps import checked_logits
 from kvjax.storage.mesh import DATA, sharding
 
 WORTH: Final = 2**16
@@ -432,7 +432,7 @@ class Engine:
     def _evicted(self, full: Full) -> tuple[Float[Array, "B V"], kvjax.State]:
         """The logits of a batch, and its state after the policy, in arrays of their own."""
         state = dataclasses.replace(full.state, params=self._own)
-        return jnp.copy(full.logits), jax.tree.map(jnp.copy, applied(self.policy, state, full.stats, self.run_in))
+        return jnp.copy(full.logits), jax.tree.map(jnp.copy, apply_policy(self.policy, state, full.stats, self.run_in))
 
     def run(
         self, prompts: Sequence[Prompt], shown: Collection[Example] = (), full: Full | None = None

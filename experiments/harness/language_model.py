@@ -25,14 +25,14 @@ import kvjax
 from kvjax import models
 from kvjax.configs.experiment import Budget
 from kvjax.contract.checks import one_of, whole
-from kvjax.drivers.buckets import bucket
-from kvjax.drivers.checks import check_block, check_positions
-from kvjax.drivers.loop import NO_TOKEN
-from kvjax.drivers.text import rendered
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
+from kvjax.generation.loop import NO_TOKEN
 from kvjax.models.embedded import included
+from kvjax.run.buckets import bucket
+from kvjax.run.checks import check_block, check_positions
+from kvjax.text.encode import rendered
 
 try:
     from lm_eval.api.instance import Instance

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax import Policy, configs
 from kvjax.configs.experiment import Budget, label, with_params
-from kvjax.drivers.sampling import Sampler
+from kvjax.generation.sampling import Sampler
 from kvjax.models.generation_config import read_sampler
 
 

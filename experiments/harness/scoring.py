@@ -13,14 +13,14 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.contract import EMPTY
-from kvjax.drivers.attend import without_cache
-from kvjax.drivers.loop import Decoding, decode_tokens
+from kvjax.generation.loop import Decoding, decode_tokens
+from kvjax.run.layers import without_cache
 
 
 def rounded_up(tokens: int) -> int:
     """The next of the numbers of steps 1, 2, 3, 4, 6, 8, 12, ...: powers of two and what lies halfway.
 
-    Choices are often of one token, for which the widths of prompts (`kvjax.drivers.buckets`) are too wide.
+    Choices are often of one token, for which the widths of prompts (`kvjax.run.buckets`) are too wide.
     """
     power = 1 << (tokens - 1).bit_length()
     halfway = power * 3 // 4

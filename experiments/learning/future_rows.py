@@ -17,7 +17,6 @@ from kvjax.analysis import Reading, Traces, VotingRows, read, trace
 from kvjax.configs.learning import Prompts
 from kvjax.contract import Observation, Slots
 from kvjax.decide.select import ThenRandom
-from kvjax.drivers.decide import stored_under, under
 from kvjax.experiments.tasks import TASKS, Example
 from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.perplexity import SCORED
@@ -25,6 +24,7 @@ from kvjax.learning.families import View
 from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.plan import planned
+from kvjax.run.apply import stored_for_policy, with_policy
 from kvjax.scores.attention import ValuePrior
 
 Split = Literal["calibration", "held_out"]
@@ -175,7 +175,7 @@ def _read(model, policies, observe, params, tokens, lengths, follows, num_given,
     _, future = jax.lax.scan(step, (logits, state), (jnp.arange(R, dtype=jnp.int32), follows.T))
     full = read(model, params, tokens, future.T, policies=policies, observe=observe, lengths=lengths)
     policy = policies[0]
-    state = stored_under(under(policy, full.state, full.stats))
+    state = stored_for_policy(with_policy(policy, full.state, full.stats))
     scores, safe, drawn = [], [], []
     for i, kv in enumerate(state.layers):
         stats, ctx = full.stats.of(i), state.context(i, "prefill")

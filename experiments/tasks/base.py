@@ -12,9 +12,9 @@ from typing import Protocol as Interface
 import numpy as np
 
 from kvjax.configs.experiment import check_whole
-from kvjax.drivers.text import check_whole_text
 from kvjax.experiments import corpus
 from kvjax.experiments.core import metrics
+from kvjax.text.encode import check_whole_text
 
 MARK: Final = "\ue000\ue001\ue000"
 """Stands in a chat where the context ends; private characters, which no text has."""

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
-from kvjax.drivers.text import check_whole_text, encode
 from kvjax.experiments.core import metrics
 from kvjax.experiments.tasks.base import (
     BadRow,
@@ -31,6 +30,7 @@ from kvjax.experiments.tasks.base import (
 )
 from kvjax.experiments.tasks.text import check_enough, check_room, cut_middle, haystack, most_that_fit
 from kvjax.models.sources import local_path
+from kvjax.text.encode import check_whole_text, encode
 
 Truncate = Literal["none", "left", "middle"]
 

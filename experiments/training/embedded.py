@@ -22,12 +22,12 @@ import numpy as np
 import tyro
 from jaxtyping import Array, PyTree
 
-from kvjax.drivers.attend import without_cache
 from kvjax.experiments import corpus
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.models import LanguageModel, ModelConfig, Rope, save
 from kvjax.models.embedded import EMBEDDED, write_tokenizer
+from kvjax.run.layers import without_cache
 
 CONFIG = ModelConfig(
     vocab_size=len(corpus.VOCABULARY),

@@ -149,7 +149,7 @@ class Hiding:
         return causal & ~(far[:, :, None] & (back > LOCAL)) & ~(near[..., None] & (back == 1))
 
     def __call__(self, cache, q, k, v, *, layer, rotate, scale=None, **_):
-        """See `kvjax.drivers.attend.without_cache`."""
+        """See `kvjax.run.layers.without_cache`."""
         (B, N, T, H), K = q.shape, k.shape[1]
         q, k = rotate(q, self._pos[:, None]), rotate(k, self._pos[:, None])
         bias = jnp.where(self.seen(layer, K), 0.0, -1e30)[:, :, None]

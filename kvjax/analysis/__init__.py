@@ -31,7 +31,7 @@ from kvjax.analysis.traces import Traces as Traces
 from kvjax.analysis.traces import Voters as Voters
 from kvjax.analysis.traces import VotingRows as VotingRows
 from kvjax.analysis.traces import trace as trace
-from kvjax.drivers.several import Stored as Stored
 from kvjax.pallas_kernels import kinds
+from kvjax.run.prefill_each import Stored as Stored
 
 kinds.doors(__name__)

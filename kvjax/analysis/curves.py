@@ -17,11 +17,11 @@ from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Left, Reading, read, seed_key
 from kvjax.contract import Count, Layout, Policy, Size, resolve
-from kvjax.drivers.checks import check_model, check_prompts
-from kvjax.drivers.decide import check_reads_all, stored_under, under
-from kvjax.drivers.several import Stored, read_whole, stored_as
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import make_plan, sharing
+from kvjax.run.apply import check_reads_all, stored_for_policy, with_policy
+from kvjax.run.checks import check_model, check_prompts
+from kvjax.run.prefill_each import Stored, read_whole, stored_as
 
 HINDSIGHT: Final[dict[Across, str]] = {
     "head": "hindsight (heads)",
@@ -298,7 +298,7 @@ def _check_only_evicts(name: str, policy: Policy, reading: Reading) -> None:
     """Refuses a policy that does something to later rows that the layers after the prompt do not say."""
     so = f"so that no eviction after the prompt has the losses of {name!r}"
     jax.eval_shape(
-        lambda s: check_reads_all(stored_under(s), "decode", so), under(policy, reading.state, reading.stats)
+        lambda s: check_reads_all(stored_for_policy(s), "decode", so), with_policy(policy, reading.state, reading.stats)
     )
 
 

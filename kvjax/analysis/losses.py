@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.contract import EMPTY, Positive, Size
 from kvjax.decide.select import best
-from kvjax.drivers.checks import as_array, check_lengths, traced
 from kvjax.pallas_kernels import attention
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree
+from kvjax.run.checks import as_array, check_lengths, traced
 
 Order = Literal[1, 2]
 

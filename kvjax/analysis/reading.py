@@ -20,16 +20,16 @@ from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
 from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Policy, Rotate, Stats
-from kvjax.drivers.attend import Attend, embed, layer_step
-from kvjax.drivers.checks import check_model, check_prompts, check_rows, traced
-from kvjax.drivers.decide import stored_under, under, updated
-from kvjax.drivers.several import Stored, read_whole, stored_as
-from kvjax.drivers.state import AttnStats, State, row_keys
 from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import Plan
+from kvjax.run.apply import stored_for_policy, update_layers, with_policy
+from kvjax.run.checks import check_model, check_prompts, check_rows, traced
+from kvjax.run.layers import Attend, embed, layer_step
+from kvjax.run.prefill_each import Stored, read_whole, stored_as
+from kvjax.run.state import AttnStats, State, row_keys
 from kvjax.storage import Layer, Storage
 
 Left = Sequence[Layer] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"] | Sequence[Any]
@@ -113,7 +113,7 @@ class Reading:
         Raises:
           ValueError: what `policy(state, stats)` refuses.
         """
-        state = under(policy, dataclasses.replace(self.state, params=tuple(policy_params)), self.stats, plan)
+        state = with_policy(policy, dataclasses.replace(self.state, params=tuple(policy_params)), self.stats, plan)
         layers = _after(state, self.stats)
         for i, kv in enumerate(layers):
             if not traced(kv.pos):
@@ -133,7 +133,7 @@ class Reading:
           ValueError: a policy that ranks nothing after the prompt, and what `policy(state, stats)` refuses.
         """
         state = dataclasses.replace(self.state, params=tuple(policy_params))
-        return _decisions(under(policy, state, self.stats), self.stats)
+        return _decisions(with_policy(policy, state, self.stats), self.stats)
 
     def left(self, keep: Left) -> tuple[Layer, ...]:
         """The layers with what a mask or gates leave of each: a slot outside of the mask is dead.
@@ -237,13 +237,13 @@ def _logits(model: Any, params: PyTree[Any], x: Float[Array, "B F D"]) -> Float[
 
 @jax.jit
 def _after(state: State, stats: AttnStats) -> tuple[Layer, ...]:
-    return tuple(map(_bare, updated(stored_under(state), stats)[0]))
+    return tuple(map(_bare, update_layers(stored_for_policy(state), stats)[0]))
 
 
 @jax.jit
 def _decisions(state: State, stats: AttnStats) -> tuple[Decision, ...]:
-    state = stored_under(state)
-    layers, ctxs = updated(state, stats)
+    state = stored_for_policy(state)
+    layers, ctxs = update_layers(state, stats)
     found = []
     for i, (policy, before, after, ctx) in enumerate(zip(state.plan.layers, state.layers, layers, ctxs, strict=True)):
         ranked = _ranked(policy, before.view(), stats.of(i), ctx)

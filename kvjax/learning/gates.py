@@ -23,7 +23,7 @@ from kvjax.contract import Amount, NonNegative, Size
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.columns import accumulator
 
-# What models call in every layer, as `Attend` of the drivers.
+# What models call in every layer, as `Attend` of `kvjax.run`.
 Attention: TypeAlias = Callable[..., tuple[Array, Any, Any]]
 
 

@@ -31,12 +31,12 @@ from kvjax.contract import (
     Size,
     Stats,
 )
-from kvjax.drivers.checks import as_array, check_model, check_prompts
-from kvjax.drivers.replay import Reread
-from kvjax.drivers.steps import read_prompts
 from kvjax.learning.probes import observed
 from kvjax.observe import HiddenStates
 from kvjax.pallas_kernels import kinds
+from kvjax.run.checks import as_array, check_model, check_prompts
+from kvjax.run.reread import Reread
+from kvjax.run.steps import read_prompts
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, apply_heads
 
 _LEAST = 1e-8  # the least score, as the logarithm of a smaller one would not end

@@ -11,12 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.contract import EMPTY, Amount, AttentionInputs, Observation, Phase, Policy, value
-from kvjax.drivers.checks import as_array, check_model, check_prompts
-from kvjax.drivers.door import forward
-from kvjax.drivers.state import Prompts
-from kvjax.drivers.steps import start
 from kvjax.observe import votes
 from kvjax.pallas_kernels import kinds
+from kvjax.run.checks import as_array, check_model, check_prompts
+from kvjax.run.forward import forward
+from kvjax.run.state import Prompts
+from kvjax.run.steps import start
 
 
 @value

@@ -252,7 +252,7 @@ def kvzip(budget: Count, how: Reread = Reread()) -> Evict:
 
     Args:
       budget: live tokens a kv head and layer on average, sinks included.
-      how: how the prompt is repeated; `kvjax.drivers.text.repeating(tokenizer)` does as the released code. With `plus`
+      how: how the prompt is repeated; `kvjax.text.encode.repeating(tokenizer)` does as the released code. With `plus`
         the method is KVzip+ (arXiv 2601.07891). Its sinks stay; after them, what is in no chunk goes first.
     """
     sinks = min(how.sinks, budget) if isinstance(budget, int) else how.sinks

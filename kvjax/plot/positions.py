@@ -14,8 +14,8 @@ from matplotlib.transforms import offset_copy
 
 from kvjax.contract import Amount, Decision, Size
 from kvjax.contract.checks import whole
-from kvjax.drivers.state import State
 from kvjax.plot.style import COLOURS, figure_of, panels, wrapped
+from kvjax.run.state import State
 from kvjax.storage.protocol import Storage
 
 Held = Bool[Array, "K T"] | Bool[np.ndarray, "K T"] | Int[Array, "K S"] | Int[np.ndarray, "K S"]

@@ -1,4 +1,4 @@
-"""The interface of a layer's cache to policies and drivers."""
+"""The interface of a layer's cache to policies and to what runs them."""
 
 import abc
 import dataclasses

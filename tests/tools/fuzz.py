@@ -30,11 +30,11 @@ from kvjax import methods, models
 from kvjax.analysis import read
 from kvjax.compose.across import ScoreEntropy
 from kvjax.contract import FrozenArrays
-from kvjax.drivers.state import Prompts
 from kvjax.models.embedded import EMBEDDED
 from kvjax.observe import Hidden, ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels.kinds import _kinds as kinds_of
 from kvjax.pallas_kernels.kinds import kind_of
+from kvjax.run.state import Prompts
 from kvjax.scores.attention import Accumulated
 
 BAD = [
@@ -44,7 +44,7 @@ BAD = [
 ]
 MODULES = {
     "methods": ("methods", "methods.variants", "methods.kvpress"),
-    "drivers": ("",),
+    "run": ("",),
     "parts": (
         *("budgets", "observe", "contract", "compose.across", "scores.attention", "scores.blends", "scores.keys"),
         *("scores.learned", "scores.rows", "scores.softmax", "decide.select", "decide.rewrite", "methods.hidden"),

@@ -11,10 +11,10 @@ import numpy as np
 
 import kvjax
 from kvjax import models
-from kvjax.drivers.loop import begin, decoded
 from kvjax.experiments.bench.peers.protocol import serve
 from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.core.provenance import device_info
+from kvjax.generation.loop import begin, decoded
 
 
 @functools.partial(jax.jit, static_argnames="model")

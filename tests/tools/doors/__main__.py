@@ -30,7 +30,7 @@ HERE = pathlib.Path(__file__).parent
 READMES = ["README.md", *(f"{p}/README.md" for p in ("kvjax", "kvjax", "models", "experiments", "pallas_kernels"))]
 TOOLS = ["mypy", "pyright"]
 TESTS = [
-    "tests/test_text.py",
+    "tests/test_encode.py",
     "tests/test_weights.py",
     "tests/test_model_config.py",
     "tests/test_loading.py",

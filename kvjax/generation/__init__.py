@@ -1,0 +1,1 @@
+"""Repeats steps: `loop` decodes, `generate` and `beams` begin and end it."""

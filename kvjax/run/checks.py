@@ -1,0 +1,215 @@
+"""Checks what users give, before anything is traced. Of traced values only shapes are known."""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from kvjax.contract import MOST
+from kvjax.contract.checks import whole
+from kvjax.observe import Reread
+from kvjax.plan import Plan
+from kvjax.run.state import Prompts, State
+
+
+def traced(*values: Any) -> bool:
+    """Whether any of the values is traced, so that its numbers are not known."""
+    return any(isinstance(x, jax.core.Tracer) for x in values)
+
+
+def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning: str) -> Any:
+    """An array of numpy, or a traced one, of a kind such as `np.integer` and a shape, None for any size above 0."""
+    if hasattr(x, "dtype") and not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise ValueError(f"{name} is a {type(x).__module__}.{type(x).__name__}; give an array, such as x.numpy()")
+    try:
+        x = x if traced(x) or (isinstance(x, jax.Array) and kind is np.floating) else np.asarray(x)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} must be {meaning}, and no array comes of it: {error}") from None
+    fits = x.ndim == len(shape) and all(n == m or (m is None and n) for n, m in zip(x.shape, shape, strict=True))
+    if not fits or not jnp.issubdtype(x.dtype, kind):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        got = f"{x.dtype} of shape {x.shape}" if x.size else f"nothing (shape {x.shape}), but at least one is needed"
+        raise ValueError(f"{name} must be {meaning}, of shape ({wanted}); got {got}")
+    return x
+
+
+_flat = functools.lru_cache(maxsize=64)(lambda model: jax.tree.flatten(model.shapes))  # made anew in milliseconds
+
+
+def check_model(model: Any, params: PyTree[Any]) -> None:
+    """Refuses what is no model, and parameters that are not arrays of floats of the model's names and shapes."""
+    floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+    leaves, tree = jax.tree.flatten(params)
+    known, of_model = _flat(model) if hasattr(model, "shapes") else (leaves, tree)
+    fits = lambda x, y: floats(x) and x.shape == y.shape
+    if leaves and tree == of_model and all(map(fits, leaves, known)):
+        return
+    named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    given = named(params)
+    if odd := [n for n, x in given.items() if not floats(x)]:
+        kind = getattr(given[odd[0]], "dtype", type(given[odd[0]]).__name__)
+        raise ValueError(f"params{odd[0]} is {kind}, not an array of floats; give what models.load(...) returned")
+    here = {n: x.shape for n, x in given.items()}
+    wanted = {n: x.shape for n, x in named(model.shapes).items()} if hasattr(model, "shapes") else here
+    if wrong := [n for n in sorted({*here, *wanted}) if here.get(n) != wanted.get(n)]:
+        raise ValueError(
+            f"{len(wrong)} parameters do not fit the model, such as params{wrong[0]}: {here.get(wrong[0], 'missing')}, "
+            f"but the model has {wanted.get(wrong[0], 'none')}; give those that were loaded with this model"
+        )
+
+
+def check_ids(model: Any, ids: Any) -> None:
+    """Refuses known token ids outside the vocabulary."""
+    vocab = model.config.vocab_size
+    if not traced(ids) and np.size(ids) and not 0 <= np.min(ids) <= np.max(ids) < vocab:
+        wrong = np.min(ids) if np.min(ids) < 0 else np.max(ids)
+        raise ValueError(f"token id {wrong} is outside the vocabulary, 0 to {vocab - 1}; encode with its tokenizer")
+
+
+def check_lengths(lengths: Any, batch: int, width: int) -> Any:
+    """Numbers of tokens of padded rows, `width` if None."""
+    if lengths is None:
+        return np.full(batch, width, np.int32)
+    lengths = as_array("lengths", lengths, np.integer, (batch,), "integers")
+    if not traced(lengths) and not 1 <= lengths.min() <= lengths.max() <= width:
+        raise ValueError(f"lengths go from {lengths.min()} to {lengths.max()}, but a row has 1 to {width} tokens")
+    return lengths.astype(np.int32)
+
+
+def check_rows(model: Any, tokens: Any, lengths: Any, batch: int | None = None) -> Prompts:
+    """Rows of token ids padded on the left, of which the last `lengths` are read; all if None."""
+    advice = "integers, one row a sequence; pad shorter rows on the left (models.pad_left) and give lengths="
+    tokens = as_array("tokens", tokens, np.integer, (batch, None), advice)
+    lengths, T = check_lengths(lengths, *tokens.shape), tokens.shape[1]
+    if not traced(tokens, lengths):
+        check_ids(model, tokens[np.arange(T)[None] >= T - lengths[:, None]])
+    return Prompts(tokens.astype(np.int32), lengths)
+
+
+def check_prompts(model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> Prompts:
+    """Prompts padded on the left, as `lengths` or a mask say."""
+    if attention_mask is None:
+        prompts = check_rows(model, tokens, lengths)
+        if lengths is not None and not traced(*prompts):
+            _check_left(np.asarray(prompts.tokens), np.asarray(prompts.lengths))
+        return prompts
+    if lengths is not None:
+        raise ValueError("lengths= and attention_mask= say the same twice; give one of them")
+    tokens = as_array("tokens", tokens, np.integer, (None, None), "integers, one row a sequence")
+    mask = as_array("attention_mask", attention_mask, np.generic, tokens.shape, "1 for tokens and 0 for padding")
+    if not traced(mask) and not np.isin(mask, (0, 1)).all():
+        raise ValueError(f"attention_mask must be 1 for tokens and 0 for padding; it has {np.max(mask)}")
+    xp: Any = jnp if traced(mask, tokens) else np
+    moved = xp.take_along_axis(tokens, xp.argsort(mask != 0, axis=1, stable=True), axis=1)
+    return check_rows(model, moved, (mask != 0).sum(1, dtype=np.int32))
+
+
+def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
+    """Refuses prompts that look padded on the right: all short rows end in equal ids, and some begin with others."""
+    T, short = tokens.shape[1], tokens.shape[1] - lengths[:, None]
+    column = np.arange(T)[None]
+    last, differs = tokens[column >= T - short], ((column < short) & (tokens != tokens[:, :1])).any(1)
+    if differs.any() and (last == last[0]).all():
+        row = int(differs.argmax())
+        raise ValueError(
+            f"prompt {row} has lengths={lengths[row]} of {T} tokens and ends in {T - lengths[row]} times {last[0]}, as "
+            "if it were padded on the right; pad on the left (models.pad_left), or give attention_mask="
+        )
+
+
+def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: Any, key: Any) -> tuple[int, ...]:
+    """Checks a request for new tokens, and returns its end tokens."""
+    if sampler.draws and key is None:
+        raise ValueError(f"{sampler} draws tokens, but there is no key; give key=jax.random.key(a whole number)")
+    vocab = model.config.vocab_size
+    whole("pad_id", pad_id, 0, vocab - 1, "what follows the end is a token of the vocabulary")
+    if eos_ids is None:
+        return tuple(i for i in getattr(model.config, "eos_ids", ()) if i < vocab)
+    ids = tuple(np.asarray(eos_ids).reshape(-1).tolist())
+    return tuple(whole("eos_ids", i, 0, vocab - 1, "end tokens lie in the model's vocabulary") for i in ids)
+
+
+def check_state(model: Any, params: PyTree[Any], state: State) -> None:
+    """Refuses all but a state of this model that can decode, and the model's parameters."""
+    if not state.ready:
+        raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
+    config, infos, policies = model.config, state.plan.infos, state.plan.layers
+    window = getattr(config, "window", lambda i: None)
+    sizes = [(f"num_layers={len(infos)}", config.num_layers, len(infos))]
+    for i, (info, policy) in enumerate(zip(infos[: config.num_layers], policies, strict=False)):
+        heads = config.num_query_heads if policy.layout.by_query_head else config.num_kv_heads
+        here = {"num_query_heads": config.num_query_heads, "num_kv_heads": heads, "head_dim": config.head_dim}
+        here["window"] = window(i)
+        sizes += [(f"{n}={getattr(info, n)} in layer {i}", x, getattr(info, n)) for n, x in here.items()]
+    if wrong := [(there, x) for there, x, stored in sizes if x != stored]:
+        raise ValueError(
+            f"the state's model has {wrong[0][0]}, but this one has {wrong[0][1]}; give the model that read the prompt"
+        )
+    check_model(model, params)
+
+
+def check_logits(model: Any, state: State, logits: Any) -> None:
+    """Refuses logits that are not one row a sequence of the state."""
+    as_array("logits", logits, np.floating, (len(state.length), model.config.vocab_size), "floats, one row a sequence")
+
+
+def check_block(plan: Plan, block: int | None, width: int) -> int | None:
+    """The tokens of a block that the policies allow, None where the prompt is read at once."""
+    block = None if block is None else min(whole("block", block), width)
+    for policy in plan.layers:
+        again = any(isinstance(o, Reread) for o in policy.observe("replay"))
+        wants = "whole" if again else policy.layout.prompt
+        if wants == "whole" and block is not None and block < width:
+            raise ValueError(
+                f"{type(policy).__name__} looks at the whole prompt at once, but block={block} reads {width} tokens in "
+                "parts; use block=None"
+            )
+        if wants == "rows" and width > 1 and block != 1:
+            raise ValueError(
+                f"every row of {type(policy).__name__} decides what the next one reads, but block={block} reads "
+                f"{width} tokens otherwise than one by one; use block=1, which prefill and generate take"
+            )
+    return None if block == width else block
+
+
+def check_room(state: State, new: Any) -> None:
+    """Refuses more tokens than a state was planned for: of all sequences, or one number a sequence."""
+    if traced(state.length, state.prompt_length, state.max_new_tokens, new):
+        return
+    over = np.asarray(state.length) - np.asarray(state.prompt_length) + new - np.asarray(state.max_new_tokens)
+    if over.max() > 0:
+        planned = int(np.asarray(state.max_new_tokens)[over.argmax()])
+        raise ValueError(
+            f"{planned + over.max()} tokens come after the prompt, but the state was planned for {planned}; read the "
+            f"prompt with max_new_tokens={planned + over.max()}"
+        )
+
+
+def check_positions(
+    config: Any, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None, *, seen: int | None = None
+) -> None:
+    """Warns of a text beyond the model's positions, not again for `seen` tokens; refuses one beyond learned ones."""
+    prompt, most = int(np.max(lengths)), getattr(config, "max_position", MOST)
+    total, before = prompt + more, prompt + (seen or 0)
+    if getattr(config, "learned_positions", False) and total > most:
+        raise ValueError(f"prompt and new tokens are {total}, but the model has learned {most} positions; use fewer")
+    reach, border = getattr(config, "reach", MOST), getattr(config, "border", None)
+    far = 0  # how far from each other a query and a key that it reads may stand
+    for policy, slots, info in zip(plan.layers, plan.capacities, plan.infos, strict=True):
+        slots = slots // info.num_kv_heads if policy.layout.pool else slots
+        ranks = (
+            MOST if policy.layout.positions == "original" else max(prompt, slots) if block is None else slots + block
+        )
+        far = max(far, min(ranks, info.window or MOST))
+    said = ""
+    if min(total, far) > reach and (seen is None or min(before, far) <= reach):
+        said = f"the model was made for {reach} positions, beyond which its predictions are not to be relied on"
+    elif border is not None and any(n + (seen or 0) <= border < n + more for n in np.atleast_1d(lengths)):
+        said = f"keys beyond the model's original context of {border} are rotated by other factors; stay on one side"
+    if said:
+        warnings.warn(f"a prompt of {prompt} tokens and {more} behind it are {total}, but {said}", stacklevel=4)

@@ -1,0 +1,281 @@
+"""One pass of a model over new tokens: every layer stores them, attends, observes, and evicts.
+
+Layers that differ in data alone share a compiled program; a prompt's are compacted in it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from kvjax.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, Stats, unique
+from kvjax.evict import unscored
+from kvjax.observe import Keys
+from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.run.apply import compacted, evict_layers
+from kvjax.run.mesh import on_rows
+from kvjax.run.scan import each_layer
+from kvjax.run.state import AttnStats, State
+from kvjax.storage import Storage, linear_bias
+from kvjax.storage.mesh import DATA, laid_out
+
+
+@pytree
+class Attend:
+    """The attention of a layer, called with its cache and new queries, keys and values.
+
+    Attributes:
+      ctx: when and where.
+      pos: positions of the new tokens, `EMPTY` for padding.
+      policy: that of the layer.
+      observe: what is observed.
+      num_kv_heads: heads of the cache.
+      evict: whether the policy decides.
+      grow: whether new tokens get new slots, as while a prompt is read; otherwise they take dead ones.
+      gives: whether what was observed is returned.
+    """
+
+    ctx: Context
+    pos: Int[Array, "B T"]
+    policy: Policy = static(default=Policy())
+    observe: tuple[Observation, ...] = static(default=())
+    num_kv_heads: int = static(default=1)
+    evict: bool = static(default=True)
+    grow: bool = static(default=True)
+    gives: bool = static(default=False)
+
+    def __call__(
+        self,
+        kv: Storage,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B _ T H"],
+        v: Float[Array, "B _ T H"],
+        *,
+        layer: int,
+        rotate: Callable[..., Array],
+        out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B T D"] | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Any = None,
+    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B K"], ...]]]:
+        """Returns the attention output, the cache after, and (statistics if `gives`, which heads lost tokens).
+
+        Args:
+          kv: the layer's cache.
+          q, k, v: of the new tokens, before rotation.
+          layer: a layer of this kind; which one it is stands in `ctx`.
+          rotate: turns vectors at positions.
+          out_proj, hidden: the output projection and the layer's input, for policies that look at them.
+          scale, window, softcap, slopes: the model's attention; `slopes` are ALiBi's.
+        """
+        del layer
+        policy, pos, K = self.policy, self.pos, self.num_kv_heads
+        ctx = dataclasses.replace(self.ctx, window=window)
+        k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
+        G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
+        if (of_text := getattr(rotate, "of_text", None)) is not None:  # a block of a prompt turns as the whole prompt
+            rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
+        k = k if by_rank else rotate(k, pos[:, None])
+        slots = None if self.grow else kv.free(pos)
+        lost = () if slots is None else (((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any(2),)
+        kv = kv.append(k, v, pos, slots)
+        seen = dataclasses.replace(ctx, hparams=(), params=())
+        how = {"scale": scale, "window": window, "softcap": softcap}
+
+        def inputs(kv: Storage) -> AttentionInputs:
+            turned = rotate(q, jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None])
+            view, raw_k, bias = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None, kv.bias(G, slopes)
+            more = {"raw_k": raw_k, "bias": bias, **how}
+            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, **more)
+
+        at, view = inputs(kv), kv.told(rotate)
+        if (entered := policy.enter(view, at, ctx)) is not view:
+            kv = kv.put(view, entered)
+            at = inputs(kv)
+        found = {o: o(at) for o in self.observe}
+        columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
+        reads = policy.reads(kv.told(rotate), at, ctx)
+        own = self.grow and reads is None and pos.shape[1] == kv.pos.shape[-1]  # a whole prompt
+        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, own=own, **how)
+        found |= dict(zip(columns, out.columns, strict=True))
+        if self.evict:
+            view = kv.told(rotate)
+            kv = kv.put(view, policy.update(view, Stats(found), ctx))
+            if not self.grow and ctx.phase == "prefill":
+                lost = *lost, unscored(kv)
+        return out.out, kv, (tuple(found.values()) if self.gives else (), lost)
+
+
+def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
+    """Attention among T tokens without a cache, for layers to call in training. Differentiable.
+
+    Args:
+      pos: positions, `EMPTY` for padding.
+    """
+
+    def attend(
+        cache: Any,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        *,
+        layer: int,
+        rotate: Callable[..., Array],
+        out_proj: Any = None,
+        hidden: Any = None,
+        slopes: Any = None,
+        **how: Any,
+    ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
+        del layer, out_proj, hidden
+        places = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        bias = None if slopes is None else linear_bias(slopes, places)
+        q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+        return attention(q, k, v, pos, places, bias=bias, **how).out, cache, ()
+
+    return attend
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def embed(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    valid: Int[Array, "B"] | Bool[Array, "B"] | None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "B T"], Int[Array, "B T"], Int[Array, "B"]]:
+    """The residual stream of new tokens, the tokens with 0 for padding, their positions, and the length after them.
+
+    Args:
+      model, params: the model, and its parameters that are of no layer.
+      tokens: ids, padded on the left.
+      length: tokens that each sequence has read before.
+      valid: how many of the last columns are tokens of each sequence, None for all.
+    """
+    T = tokens.shape[1]
+    valid = jnp.full_like(length, T) if valid is None else valid.astype(length.dtype)
+    column = jnp.arange(T)[None] - (T - valid)[:, None]
+    tokens, pos = jnp.where(column >= 0, tokens, 0), jnp.where(column >= 0, length[:, None] + column, EMPTY)
+    return model.embed(params, tokens, pos), tokens, pos, length + valid
+
+
+@functools.partial(jax.jit, static_argnames=("model", "layer", "capacity", "ends"))
+def layer_step(
+    model: Any,
+    layer: int,
+    params: PyTree[Any],
+    x: Float[Array, "B T D"],
+    kv: Storage,
+    attend: Any,
+    capacity: int | None = None,
+    ends: bool = True,
+) -> tuple[Float[Array, "B T D"], Storage, Any]:
+    """Runs a layer: the residual stream and the cache after it, and what else `attend`, a pytree, gave.
+
+    With a `capacity` the cache is compacted (`compacted`), which then says what was lost.
+    """
+    x, after, found = model.block(layer, params, x, kv, attend)
+    if kv.how.mesh is not None:
+        x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
+    if capacity is None:
+        return x, after, found
+    after, lost = compacted(after, attend.ctx, policy=attend.policy, capacity=capacity, ends=ends)
+    return x, after, (found[0], (lost[:, None],))
+
+
+@functools.partial(jax.jit, static_argnames=("model", "every"))
+def head(
+    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...], every: bool = False
+) -> Float[Array, "B *T V"]:
+    """Logits after the last column, or every one, NaN for sequences that have lost tokens in a layer or a head."""
+    logits = model.head(params, x) if every else model.head(params, x[:, -1:])[:, -1]
+    if not lost:
+        return logits
+    same = len({x.shape for x in lost}) == 1
+    each = lost if same else [x.any(1, keepdims=True) for x in lost]
+    gone = functools.reduce(jnp.logical_or, each).any(1, keepdims=True)
+    return jnp.where(gone[..., None] if every else gone, jnp.nan, logits)
+
+
+def step(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Any,
+    state: State,
+    valid: Any,
+    phase: Phase,
+    *,
+    evict: bool = True,
+    ends: bool = True,
+    grow: bool = False,
+    gives: bool = False,
+    every: bool = False,
+    observe: tuple[tuple[Observation, ...], ...] = (),
+    after_layer: Callable[[], Any] | None = None,
+) -> tuple[Float[Array, "B *T V"], State, AttnStats | None]:
+    """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
+
+    Args:
+      model, params: the model.
+      tokens: ids "B T", padded on the left.
+      state: the state before.
+      valid: how many of the last columns are tokens of each sequence "B", None for all.
+      phase: whether a prompt is read or a token decoded.
+      evict: whether the policy decides in this pass.
+      ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
+      observe: what else is observed, one tuple a layer; () for nothing.
+      grow, gives: as in `Attend`.
+      every: logits after every column.
+      after_layer: called when a layer has been compiled and started, as a bar of progress is.
+    """
+    plan, joint = state.plan, state.plan.policy.joint
+    outer, each = model.parts(params)
+    if (mesh := state.layers[0].how.mesh) is not None:
+        tokens, valid = on_rows((tokens, valid), mesh)
+    x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
+    state = dataclasses.replace(state, length=length)
+    at_once, names, inputs = evict and not joint, [], []
+    for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
+        later = (Keys(),) if (gives or joint) and kv.how.positions == "rank" else ()  # decisions after all layers
+        names.append(unique((*policy.observe(phase), *(observe[i] if observe else ()), *later)))
+        how = {"evict": at_once, "grow": grow, "gives": gives or joint}
+        attend = Attend(state.context(i, phase, tokens), pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
+        inputs.append((kv, attend))
+
+    kinds, slots = [*zip(model.alike, plan.layers, strict=True)], plan.capacities
+    shares = grow and isinstance(x, jax.core.Tracer)
+    if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
+        slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
+
+    def layer(i: int, x: Array, params: PyTree[Any], here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
+        kv, attend = here
+        compacts = at_once and grow
+        x, kv, (found, lost) = layer_step(
+            model, model.alike[i], params, x, kv, attend, slots[i] if compacts else None, ends or not compacts
+        )
+        if compacts and not shares and slots[i] != (n := plan.capacities[i]):
+            kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=n, ends=ends)
+            lost = (lost[0] | full[:, None],)
+        return x, (kv, found, lost)
+
+    shared = [*zip(kinds, slots, strict=True)] if shares else None
+    x, done = each_layer(layer, x, each, inputs, kinds=shared, after_layer=after_layer)
+    layers, seen, lost = zip(*done, strict=True)
+    lost = tuple(x for each in lost for x in each)
+    if at_once and shares and slots != plan.capacities:
+        cuts = [*zip(layers, plan.capacities, strict=True)]
+        lost = tuple(full | (kv.num_live > n) for full, (kv, n) in zip(lost, cuts, strict=True))
+        layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
+    ready = state.ready or (at_once and ends)
+    state = dataclasses.replace(state, layers=layers, ready=ready, steady=evict and state.steady)
+    stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
+    if stats is not None and joint and evict:
+        state, full = evict_layers(state, stats, grow=grow, ends=ends)
+        lost = (*lost, *(x[:, None] for x in full)) if phase == "prefill" else lost
+    return head(model, outer, x, lost, every=every), state, stats

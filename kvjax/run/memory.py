@@ -1,0 +1,213 @@
+"""Bytes that a run takes, before it runs.
+
+Those of the state are exact: the drivers' own code gives the shapes of its arrays (`jax.eval_shape`). What reading the
+prompt takes beside it is an estimate, whose terms are named.
+
+Letters: B batch, T new tokens, N query heads, K kv heads, H head_dim, D embed_dim.
+"""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.contract import Amount, Policy, Size
+from kvjax.observe import Reread
+from kvjax.pallas_kernels.xla import head_block_size
+from kvjax.plan import Plan, infos_of, init_policy_params, planned
+from kvjax.run.checks import check_block
+from kvjax.run.layers import Attend
+from kvjax.run.reread import after_replay, block_rows, rereads
+from kvjax.run.state import AttnStats, State, empty_state, row_keys
+from kvjax.storage import Storage
+
+_UNITS = "B", "KiB", "MiB", "GiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of a planned run. Printed as text, it is a table.
+
+    Attributes:
+      run: what was planned: sequences, tokens, dtype.
+      keys_values, positions: of all slots, dead ones included.
+      remembered: what the policy remembers of slots and heads.
+      weights: log weights of slots, the channels that thin keys have left, the ends of heads in a pool.
+      sequences: lengths, keys of draws, the policy's budgets and learned parameters.
+      cache: of the prompt's rows in one layer; in all layers, with what is observed, where one decision is made for
+        all of them, or where the prompt is read again.
+      attention: the residual stream, queries, what is observed, and a block of logits and probabilities.
+      feed_forward: the residual stream and three arrays as wide as the network. It follows attention.
+      logits: those of the last token.
+      full: those of the state that holds every token, prompt and new ones.
+    """
+
+    run: str
+    keys_values: int
+    positions: int
+    remembered: int
+    weights: int
+    sequences: int
+    cache: int
+    attention: int
+    feed_forward: int
+    logits: int
+    full: int
+
+    @property
+    def layers(self) -> int:
+        """Bytes of all layers after the prompt: `State.nbytes`."""
+        return self.keys_values + self.positions + self.remembered + self.weights
+
+    @property
+    def state(self) -> int:
+        """Bytes of all arrays that a decode step takes and returns."""
+        return self.layers + self.sequences
+
+    @property
+    def reading(self) -> int:
+        """Estimated bytes of reading the prompt, beside parameters and state."""
+        return self.cache + max(self.attention, self.feed_forward) + self.logits
+
+    @property
+    def peak(self) -> int:
+        """Estimated bytes of the state and of reading the prompt, without parameters."""
+        return self.state + self.reading
+
+    def __str__(self) -> str:
+        names = {"keys and values": "keys_values", "positions": "positions", "remembered by the policy": "remembered"}
+        names |= {"weights, channels, ends": "weights", "lengths, keys, budgets": "sequences"}
+        rows = [(name, shown(size)) for name, of in names.items() if (size := getattr(self, of))]
+        rows.append(("state", f"{shown(self.state)}, {self.state / self.full:.1%} of {shown(self.full)} in full"))
+        parts = ("cache", "attention", "feed_forward", "logits")
+        rows += [(f"reading: {name.replace('_', '-')}, about", shown(getattr(self, name))) for name in parts]
+        rows.append(("peak while reading, about", shown(self.peak)))
+        first = max(len(name) for name, _ in rows)
+        return "\n".join([self.run, *(f"{name:{first}}  {size}" for name, size in rows)])
+
+
+def shown(size: int) -> str:
+    """A number of bytes in the unit that suits it, up to GiB."""
+    power = min((max(size, 1).bit_length() - 1) // 10, 3)
+    x = size / 1024**power
+    return f"{x:.0f} {_UNITS[power]}" if power == 0 or x >= 99.95 else f"{x:.3g} {_UNITS[power]}"
+
+
+def plan_memory(
+    config: Any, policy: Policy, *, batch: Size = 1, prompt_len: Size, max_new_tokens: Amount, block: Size | None = None
+) -> Memory:
+    """Bytes that `prefill` and the decode steps behind it take: `print(plan_memory(...))` is a table.
+
+    Those of the state are exact, for prompts of `prompt_len` tokens each. What reading takes beside it is an estimate,
+    which counts neither parameters, nor what XLA copies, nor what it overlaps.
+
+    Args:
+      config: the model's configuration.
+      policy: the policy.
+      batch: sequences.
+      prompt_len: tokens of each prompt.
+      max_new_tokens: tokens that may follow.
+      block: tokens of a block, where the prompt is read in blocks (`prefill`).
+
+    Raises:
+      ValueError: no sequence, an empty prompt, sizes or blocks that the policy cannot work with.
+    """
+    B, T, new = batch, prompt_len, max_new_tokens
+    lengths = np.full(B, T, np.int32)
+    (plan, hparams), whole_plan = (planned(p, infos_of(config, p, T, new), lengths) for p in (policy, Policy()))
+    state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, check_block(plan, block, T))
+    full = read_shapes(config, Policy(), *whole_plan, lengths)[0]
+    again, layers = rereads(state), cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
+    return Memory(
+        run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
+        keys_values=_bytes([(kv.k, kv.v) for kv in layers]),
+        positions=_bytes([kv.pos for kv in layers]),
+        remembered=_bytes([kv.memory for kv in layers]),
+        weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
+        sequences=_bytes(dataclasses.replace(state, layers=())),
+        full=_bytes(full),
+        **_reading(config, state, grown, seen, again, T if block is None else min(block, T)),
+    )
+
+
+def _bytes(x: Any) -> int:
+    """Bytes of all arrays in it."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+
+
+def read_shapes(
+    config: Any,
+    policy: Policy,
+    plan: Plan,
+    hparams: tuple[Any, ...],
+    lengths: Int[np.ndarray, "B"],
+    block: int | None = None,
+) -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
+    """Shapes: the state after prompts, the layers with all rows of the last pass, and what was observed of each."""
+    width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
+    B, T, H, D = len(lengths), block or width, config.head_dim, getattr(config, "embed_dim", 0)
+    N, K = config.num_query_heads, config.num_kv_heads
+
+    def read() -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
+        keys = row_keys(None, B)
+        learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
+        how = {"keys": keys, "policy_params": learned if jax.tree.leaves(learned) else None}
+        state = empty_state(config, policy, plan, hparams, lengths, steps, slots=block is not None, **how)
+        pos, names = jnp.zeros((B, T), jnp.int32), tuple(p.observe("prefill") for p in plan.layers)
+        q, k = (jnp.zeros((B, heads, T, H), config.dtype) for heads in (N, K))
+        around = jnp.zeros((N, H, D), config.dtype), jnp.zeros((B, T, D), config.dtype)
+        each = []
+        for i, (own, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
+            ctx, heads = state.context(i, "prefill", pos), plan.infos[i].num_kv_heads
+            attend = Attend(ctx, pos, own, names[i], heads, evict=False, gives=True)
+            each.append(_attended(attend, kv, q, k, *around))
+        grown, seen = zip(*each, strict=True)
+        state = dataclasses.replace(state, layers=grown)
+        return after_replay(state, AttnStats(seen, pos, names), rereads(state)), grown, seen
+
+    return jax.eval_shape(read)
+
+
+@jax.jit
+def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden: Any) -> tuple[Storage, Any]:
+    """A layer that has stored new rows, and what was observed of them."""
+    how = {"layer": 0, "rotate": lambda x, _: x, "out_proj": out_proj, "hidden": hidden}
+    _, kv, (found, _) = attend(kv, q, k, k, **how)
+    return kv, found
+
+
+def _reading(
+    config: Any,
+    state: State,
+    grown: tuple[Storage, ...],
+    seen: tuple[Any, ...],
+    again: tuple[Reread, ...],
+    rows: int,
+) -> dict[str, int]:
+    """The bytes of `Memory` that reading takes, those of the pass and the layer that takes most."""
+    B, N, size = len(state.length), config.num_query_heads, jnp.dtype(config.dtype).itemsize
+    D, M = getattr(config, "embed_dim", 0), getattr(config, "mlp_dim", 0)
+
+    def of_rows(rows: int, slots: int, heads: int, cache: int, observed: int, scratch: int = 0) -> dict[str, int]:
+        at_once, sets = head_block_size(B * heads, N // heads, rows, slots)
+        logits = 2 * 4 * at_once * sets * (N // heads) * slots
+        width = lambda n: B * rows * (2 * D + n) * size
+        attention = width(2 * N * config.head_dim) + observed + max(logits, scratch)
+        return {"cache": cache, "attention": attention, "feed_forward": width(3 * M)}
+
+    together = _bytes((grown, seen)) if state.plan.policy.joint or again else 0
+    passes = []
+    for kv, found, info in zip(grown, seen, state.plan.infos, strict=True):
+        slots, heads, cache = kv.pos.shape[-1], info.num_kv_heads, _bytes(kv)
+        passes.append(of_rows(rows, slots, heads, max(cache, together), _bytes(found)))
+        for how in again:
+            R = how.most(info.prompt_len)
+            keys = how.sinks + how.size(info.prompt_len) + R
+            scratch = 2 * 4 * B * N * block_rows(R, B * N, keys) * keys
+            more = _bytes([kv.pos for kv in grown]) + cache * (slots + R) // slots
+            passes.append(of_rows(R, slots + R, heads, together + more, 0, scratch))
+    total = lambda x: x["cache"] + max(x["attention"], x["feed_forward"])
+    return max(passes, key=total) | {"logits": 4 * B * config.vocab_size}

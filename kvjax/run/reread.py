@@ -1,0 +1,241 @@
+"""Reading a prompt again, chunk by chunk, before anything of it is evicted (KVzip).
+
+Letters: B batch, T columns of the prompt, R rows that repeat a chunk, W keys that they see, S slots.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.contract import EMPTY, unique
+from kvjax.observe import Reread
+from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.run.apply import evict_layers
+from kvjax.run.checks import check_ids
+from kvjax.run.layers import embed, layer_step
+from kvjax.run.state import AttnStats, State
+from kvjax.storage import Storage
+
+_LOGITS = 2**20  # of a block of rows, 4 MiB in float32
+_ROWS = 32  # of a block at least, as few take longer
+
+
+def rereads(state: State) -> tuple[Reread, ...]:
+    """The ways in which the state's policy wants the prompt to be repeated."""
+    return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
+
+
+def check_rereads(model: Any, state: State, hows: tuple[Reread, ...], known: bool) -> None:
+    """Refuses traced prompts, instructions outside the vocabulary, and repetitions beyond learned positions."""
+    if not known:
+        raise ValueError(
+            "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
+            "of jit"
+        )
+    width, config = state.plan.infos[0].prompt_len, model.config
+    for how in hows:
+        check_ids(model, (*how.repeat, *how.repeat_next, *how.suffix))
+        most, rows = getattr(config, "max_position", 0), how.most(width)
+        if getattr(config, "learned_positions", False) and width + rows > most:
+            raise ValueError(
+                f"a prompt of {width} tokens and {rows} that repeat a chunk of it are {width + rows}, but the model "
+                f"has learned {most} positions; use fewer, or smaller chunks"
+            )
+
+
+def repeated(
+    model: Any,
+    params: PyTree[Any],
+    tokens: Int[np.ndarray, "B T"],
+    lengths: Int[np.ndarray, "B"],
+    state: State,
+    stats: AttnStats,
+    hows: tuple[Reread, ...],
+    after_layer: Callable[[], Any] = lambda: None,
+) -> AttnStats:
+    """Repeats the prompt. Returns `stats` with the attention that its tokens get meanwhile.
+
+    `state` holds the whole prompts, and `stats` is what was observed while they were read. `after_layer` is called
+    after each layer of each chunk.
+    """
+    T, plan, (outer, each) = tokens.shape[1], state.plan, model.parts(params)
+    for how in hows:
+        found, R = [jnp.zeros(kv.pos.shape) for kv in state.layers], how.most(T)
+        for first in how.firsts(T):
+            rows = [how.rows(tokens[b, T - n :], first, T) for b, n in enumerate(lengths)]
+            ids = np.stack([np.pad(x, (R - len(x), 0)) for x in rows])
+            x, _, pos, _ = embed(model, outer, ids, state.length, np.array([*map(len, rows)], np.int32))
+            for i, kv in enumerate(state.layers):
+                size = how.size(T) if how in plan.layers[i].observe("replay") else 0
+                attend = Repeat(pos, jnp.int32(first), state.length, how, size)
+                x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
+                found[i] = found[i] if new is None else jnp.maximum(found[i], new)
+                after_layer()
+        stats = _with(stats, how, found)
+    return stats
+
+
+def after_replay(state: State, stats: AttnStats, hows: tuple[Reread, ...]) -> State:
+    """The state after the prompt was repeated, but by attention of 0: for shapes."""
+    for how in hows:
+        stats = _with(stats, how, [jnp.zeros(kv.pos.shape) for kv in state.layers])
+    return evict_layers(state, stats)[0]
+
+
+def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
+    layers = tuple((*x, y) for x, y in zip(stats.layers, found, strict=True))
+    return dataclasses.replace(stats, layers=layers, names=tuple((*x, how) for x in stats.names))
+
+
+@pytree
+class Repeat:
+    """The attention of a layer for rows that repeat a chunk; it stores none of them.
+
+    Attributes:
+      pos: their positions, `EMPTY` for padding.
+      first: position of the chunk's first token.
+      length: tokens of each prompt.
+      how: how the prompt is repeated.
+      size: tokens of the largest chunk; 0 where nobody asks what they get.
+    """
+
+    pos: Int[Array, "B R"]
+    first: Int[Array, ""]
+    length: Int[Array, "B"]
+    how: Reread = static(default=Reread())
+    size: int = static(default=0)
+
+    def __call__(
+        self,
+        kv: Storage,
+        q: Float[Array, "B N R H"],
+        k: Float[Array, "B _ R H"],
+        v: Float[Array, "B _ R H"],
+        *,
+        layer: int,
+        rotate: Callable[..., Array],
+        out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B R D"] | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        slopes: Any = None,
+    ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"] | None]:
+        """Returns the attention output, the cache as it was, and each chunk token's largest attention, if `size`."""
+        del layer
+        K, pos = kv.pos.shape[1], self.pos
+        k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
+        k = k if kv.how.positions == "rank" else rotate(k, pos[:, None])
+        q = rotate(q, pos[:, None])  # nothing is evicted, so that ranks are positions
+        both = kv.replace(memory=()).append(k, v, pos)
+        out = both.attend(q, pos, rotate=rotate, scale=scale, window=window, softcap=softcap, slopes=slopes).out
+        if not self.size:
+            return out, kv, None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        keys, bias = both.keys(rotate), both.bias(q.shape[1] // K, slopes)
+        rows = _Rows(q, keys, both.v, bias, pos, scale, window, softcap)
+        chunk = _Chunk(self.first, self.length, self.size, self.how.sinks)
+        if not self.how.plus:
+            return out, kv, _most(rows, chunk)
+        if out_proj is None or hidden is None:
+            raise ValueError("Reread(plus=True) needs the output projection and hidden states, which the model lacks")
+        norm = jnp.linalg.norm(hidden.astype(jnp.float32), axis=-1)
+        return out, kv, _most(rows, chunk, 1.0 / jnp.where(norm > 0, norm, 1.0), out_proj)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows that repeat a chunk, and the keys and values of the prompt's S slots and, behind these, of the R rows."""
+
+    q: Float[Array, "B N R H"]
+    k: Float[Array, "B K X H"]
+    v: Float[Array, "B K X H"]
+    bias: Float[Array, "B N X"] | None
+    pos: Int[Array, "B R"]
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A chunk of at most `size` tokens from position `first` on, of prompts of `length` tokens."""
+
+    first: Int[Array, ""]
+    length: Int[Array, "B"]
+    size: int
+    sinks: int
+
+
+def block_rows(rows: int, heads: int, keys: int) -> int:
+    """How many of the rows that repeat a chunk are computed at once, for `heads` query heads of all sequences."""
+    return min(rows, max(_ROWS, _LOGITS // (heads * keys)))
+
+
+def _most(
+    rows: _Rows,
+    chunk: _Chunk,
+    factor: Float[Array, "B R"] | None = None,
+    out_proj: Float[Array, "N H D"] | None = None,
+) -> Float[Array, "B K S"]:
+    """The largest attention of any row to each token of a chunk, 0 elsewhere, by blocks of rows.
+
+    Args:
+      rows: the rows.
+      chunk: what they repeat.
+      factor: what each row's probabilities are multiplied by, None for 1.
+      out_proj: weighs each token by the norm of its projected value, None for 1.
+    """
+    (B, N, R, H), K, S = rows.q.shape, rows.k.shape[1], rows.k.shape[2] - rows.q.shape[2]
+    G, dtype, early = N // K, accumulator(rows.q.dtype), jnp.arange(min(chunk.sinks, S))[None]
+    inside = jnp.arange(chunk.size)[None] + chunk.first
+    early = jnp.broadcast_to(jnp.where(early < chunk.first, early, EMPTY), (B, early.shape[1]))
+    inside = jnp.where(inside < chunk.length[:, None], inside, EMPTY)
+    pos = jnp.concatenate([early, inside], axis=1)
+    slot = jnp.maximum(pos + (S - chunk.length)[:, None], 0)  # a whole prompt lies in the last slots, in its order
+
+    def seen(x: Float[Array, "B M X *H"]) -> Float[Array, "B M W *H"]:
+        """Entries of sinks, chunk and the rows themselves."""
+        index = slot[:, None].reshape(B, 1, -1, *(1,) * (x.ndim - 3))
+        return jnp.concatenate([jnp.take_along_axis(x, index, axis=2), x[:, :, S:]], axis=2)
+
+    keys, key_pos = seen(rows.k), jnp.concatenate([pos, rows.pos], axis=1)
+    bias = None if rows.bias is None else seen(rows.bias).reshape(B, K, G, 1, -1).astype(dtype)
+    size = block_rows(R, B * N, key_pos.shape[1])
+
+    def of_block(most: Float[Array, "B K G C"], block: tuple[Array, ...]) -> tuple[Array, None]:
+        q, row, factor = block
+        x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, G, size, H), keys, preferred_element_type=dtype)
+        x = x * jnp.asarray(rows.scale, dtype)
+        x = x if rows.softcap is None else rows.softcap * jnp.tanh(x / rows.softcap)
+        x = x if bias is None else x + bias
+        row, key = row[:, None, None, :, None], key_pos[:, None, None, None]
+        sees = (key <= row) & (key != EMPTY)
+        sees = sees if rows.window is None else sees & (key > row - rows.window)
+        x = jnp.where(sees, x, -jnp.inf)
+        e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
+        mass = e.sum(-1, keepdims=True)
+        p = e[..., early.shape[1] : early.shape[1] + chunk.size] / jnp.where(mass > 0, mass, 1.0)
+        return jnp.maximum(most, (p * factor[:, None, None, :, None].astype(dtype)).max(3)), None
+
+    def blocks(x: Array, axis: int, fill: int = 0) -> Array:
+        x = jnp.pad(x, [(0, -R % size * (i == axis)) for i in range(x.ndim)], constant_values=fill)
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+    factor = jnp.ones((B, R), jnp.float32) if factor is None else factor
+    start = jnp.zeros((B, K, G, chunk.size), dtype)
+    most, _ = lax.scan(of_block, start, (blocks(rows.q, 2), blocks(rows.pos, 1, EMPTY), blocks(factor, 1)))
+    slot = slot[:, early.shape[1] :]
+    if out_proj is not None:
+        v = jnp.take_along_axis(rows.v, slot[:, None, :, None], axis=2).astype(dtype)
+        by_group = out_proj.astype(dtype).reshape(K, G, H, -1)
+        gram = jnp.einsum("kghd,kgjd->kghj", by_group, by_group)
+        most = most * jnp.sqrt(jnp.maximum(jnp.einsum("bkch,kghj,bkcj->bkgc", v, gram, v), 0.0))
+    slot = jnp.where(inside == EMPTY, S, slot)
+    return jnp.zeros((B, K, S), dtype).at[jnp.arange(B)[:, None], :, slot].set(most.max(2).swapaxes(1, 2), mode="drop")

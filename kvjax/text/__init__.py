@@ -1,0 +1,1 @@
+"""Text in, text out: `encode`, `session`, `stream`, and the `files` that hold what was read."""
