@@ -52,10 +52,11 @@ def test_claims_are_decided_again(folder):
         full = rows[rows["method"] == "full"]
         measured = replication.Scores(each, part == "perplexity", full["context"].tolist())
         own = [replication.Row(c, model, part, *measured.decided(c)) for c in every if c.kind != "early"]
-        (of,) = json.loads((folder / f"early-{model}.json").read_text()).values()
-        beside = stats.compare(of["share"], [0.5] * len(of["share"]), of["context"])
-        compared = beside, 1.0, f"{100 * np.mean(of['share']):.1f} to 50.0"
-        own += [replication.Row(c, model, part, *compared) for c in every if c.kind == "early"]
+        for claim in [c for c in every if c.kind == "early"]:
+            (of,) = json.loads((folder / f"early-{model}.json").read_text()).values()
+            beside = stats.compare(of["share"], [0.5] * len(of["share"]), of["context"])
+            means = f"{100 * np.mean(of['share']):.1f} to 50.0"
+            own.append(replication.Row(claim, model, part, beside, 1.0, means))
         made += own
     words = stats.adjusted([row.comparison for row in made])
     made = [row._replace(comparison=c) for row, c in zip(made, words, strict=True)]

@@ -98,6 +98,8 @@ def results_in_short():
     yield f"Of {total} tries of papers' claims, those of where tokens stand aside, {hold} hold"
     yield f"{hold} hold and {against} are not so here in retrieval"
     yield f"retrieval, {likely} and {unlikely} by likelihood"
+    total, hold, *_ = readme.VIEWS["claims-in-passages"]()
+    yield f"NaCl's and RoCo's {total} on SmolLM2 {hold} hold by likelihood"
 
 
 def beside_others():

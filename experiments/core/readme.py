@@ -197,3 +197,4 @@ VIEWS: dict[str, Callable[[], Any]] = {
 }
 VIEWS["claims"] = lambda: claims(RETRIEVED)
 VIEWS["claims-by-likelihood"] = lambda: claims(LIKELY)
+VIEWS["claims-in-passages"] = lambda: claims(("smollm2-135m-instruct-perplexity/replication.md",))

@@ -303,14 +303,16 @@ def claims(page: pathlib.Path, every: dict[str, Any]) -> Iterator[Said]:
         """What a policy scores, or log-likelihoods."""
         return sign * stored[part, model, name, "1.0" if name == "full" else str(budget)]["value"].to_numpy()
 
-    found, contexts = [], {}
-    for model in dict.fromkeys(row["model"] for row in rows):
-        (told,) = json.loads((page.parent / f"early-{model}.json").read_text()).values()
-        contexts[model] = stored[part, model, "full", "1.0"]["context"].tolist(), told["context"]
+    found = []
     for row in rows:
-        (told,) = json.loads((page.parent / f"early-{row['model']}.json").read_text()).values()
-        own = sides(known[row["claim"]], functools.partial(of, row["model"]), likely, np.array([told["share"]]))
-        found.append((*own, contexts[row["model"]][known[row["claim"]].get("kind") == "early"]))
+        claim, told = (
+            known[row["claim"]],
+            {"share": [], "context": stored[part, row["model"], "full", "1.0"]["context"]},
+        )
+        if claim.get("kind") == "early":
+            (told,) = json.loads((page.parent / f"early-{row['model']}.json").read_text()).values()
+        own = sides(claim, functools.partial(of, row["model"]), likely, np.array([told["share"]]))
+        found.append((*own, [*told["context"]]))
     tested = decided([(x, y, which) for x, y, *_, which in found])
     for row, (x, y, ratio, testable, _), (mean, least, raw, p) in zip(rows, found, tested, strict=True):
         where, scaled = f"{row['claim']}, {row['model']}", np.exp if ratio else lambda x: 100 * np.array(x)
