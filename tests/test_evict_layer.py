@@ -167,7 +167,7 @@ with_v = lambda make: Written(lambda decision, slots: dataclasses.replace(decisi
         (
             "score",
             Function(lambda kv, stats, ctx: kv.keys.sum()),
-            r"layer.py:\d+\): 'function'.* There are kv.k",
+            r"test_evict_layer.py:\d+\): 'function'.* There are kv.k",
         ),
     ],
 )

@@ -263,10 +263,12 @@ def test_findings_on_the_first_page_stand_on_committed_pages():
 
 
 def test_what_was_found_is_said_twice_alike():
-    """Intervals of the first page stand among the findings, and those in the results."""
-    intervals = lambda path: {*re.findall(r"\d+\.\d \[[^\]]+\]", path.read_text().replace("*", ""))}
+    """Intervals of the first page stand among the findings, and those, and those of the list, beside the results."""
+    intervals = lambda path: {*re.findall(r"\d+\.\d+ \[[^\]]+\]", path.read_text().replace("*", ""))}
     first, found = map(intervals, (ROOT / "README.md", ROOT / "experiments" / "FINDINGS.md"))
-    assert first <= found <= set().union(*map(intervals, STORED.glob("*/README.md")))
+    results = set().union(*map(intervals, STORED.glob("*/README.md")))
+    assert first <= found <= results
+    assert intervals(STORED / "README.md") <= results | intervals(STORED / "main_job" / "report.md")
 
 
 def test_every_method_stands_on_the_first_page_and_beside_its_paper():

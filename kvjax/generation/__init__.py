@@ -1,1 +1,1 @@
-"""Repeats steps: `loop` decodes, `generate` and `beams` begin and end it."""
+"""Makes one token after another: `loop` is the loop, `generate` and `beams` begin and end it."""

@@ -1,1 +1,1 @@
-"""Runs a model under a policy: `layers` passes over them once, `steps` read prompts and decode tokens."""
+"""Runs a model under a policy: `layers` is one pass over all layers, `steps` reads prompts and decodes tokens."""

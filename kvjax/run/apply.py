@@ -154,9 +154,8 @@ def stored_for_policy(state: Any) -> Any:
     Raises:
       ValueError: the policy cannot go on from a prompt that was read in this way.
     """
-    state = dataclasses.replace(
-        state, layers=tuple(map(_stored_for, state.plan.layers, state.plan.infos, state.layers))
-    )
+    each = map(_stored_for, state.plan.layers, state.plan.infos, state.layers)
+    state = dataclasses.replace(state, layers=tuple(each))
     so = "so kvjax.prefill must read the prompt under it"
     jax.eval_shape(lambda state: check_reads_all(state, "prefill", so), state)
     return state

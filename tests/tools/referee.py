@@ -305,10 +305,8 @@ def claims(page: pathlib.Path, every: dict[str, Any]) -> Iterator[Said]:
 
     found = []
     for row in rows:
-        claim, told = (
-            known[row["claim"]],
-            {"share": [], "context": stored[part, row["model"], "full", "1.0"]["context"]},
-        )
+        claim, context = known[row["claim"]], stored[part, row["model"], "full", "1.0"]["context"]
+        told = {"share": [], "context": context}
         if claim.get("kind") == "early":
             (told,) = json.loads((page.parent / f"early-{row['model']}.json").read_text()).values()
         own = sides(claim, functools.partial(of, row["model"]), likely, np.array([told["share"]]))

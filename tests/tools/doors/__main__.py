@@ -4,12 +4,11 @@
     python -m tests.tools.doors --short    # Python 3.11 with the lowest, without the slow tests: what CI runs
     python -m tests.tools.doors --short --dist dist    # the same, before a release of what it leaves in dist
 
-An archive of the source, and of it a wheel, are built and checked, and the wheel is installed into fresh environments.
-In a folder that has a `models.py`, `configs.py` and
-`experiments.py` of a user's own, each imports kvjax beside them, runs the blocks of the README, a first look at the
-main job, and mypy and pyright over the blocks and over `mistakes.py`, whose marked lines are what they must find. Then
-the checkout takes the wheel's place as an editable install, is imported in the same folder, and runs the tests of
-tokenizers, weights and parity.
+An archive of the source and, from it, a wheel are built and checked. The wheel is installed into fresh environments.
+In a folder that has a `models.py`, `configs.py` and `experiments.py` of a user's own, each imports kvjax beside them,
+runs the blocks of the README, a first look at the main job, and mypy and pyright over the blocks and over
+`mistakes.py`, whose marked lines are what they must find. Then the checkout takes the wheel's place as an editable
+install, is imported in the same folder, and runs the tests of tokenizers, weights and parity.
 """
 
 import argparse
@@ -210,8 +209,10 @@ def main() -> None:
     parser.add_argument(
         "--short", action="store_true", help="the lowest dependencies on one Python, without slow tests"
     )
-    parser.add_argument("--dist", type=pathlib.Path, help="where the archives go")
+    parser.add_argument("--dist", type=pathlib.Path, help="an empty folder, or a new one, for the archives")
     options = parser.parse_args()
+    if options.dist and options.dist.exists() and any(options.dist.iterdir()):
+        parser.error(f"{options.dist} has files already, which would be released; give another folder")
     short = options.short
     pythons = [sys.executable] if short else ["python3.11", "python3.12"]
     failed = False
