@@ -327,7 +327,7 @@ def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow)
         ({"lengths": [2]}, r"lengths must be integers, of shape \(3\); got int64 of shape \(1,\)"),
         ({"eos_ids": 61}, "eos_ids=61 must be a whole number from 0 to 60; end tokens lie in"),
         ({"pad_id": 61}, "pad_id=61 must be a whole number from 0 to 60; what follows the end"),
-        ({"key": np.ones(5, np.uint32)}, "is not a PRNG key"),
+        ({"key": np.ones(5, np.uint32)}, "must be a PRNG key"),
         ({"key": jax.random.split(jax.random.key(0), 2)}, r"shape \(2,\), but there are 3 sequences"),
         ({"sampler": sampling.Sample()}, "draws tokens, but there is no key"),
         ({"attention_mask": np.ones((3, T)), "lengths": LENGTHS}, "say the same twice; give one of them"),

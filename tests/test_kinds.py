@@ -1,6 +1,7 @@
 """What parameters may be, by their annotations, at every public door."""
 
 import inspect
+import json
 import typing
 
 import numpy as np
@@ -52,6 +53,14 @@ def test_bad_values_are_refused_by_the_library_itself():
     assert not total["silent"], wrong
     assert total["unclear"] <= 0.01 * total.total(), wrong
     assert total["clear"] > 2500
+
+
+def test_what_each_public_function_refuses():
+    """As recorded, by calling it, and every parameter refuses something."""
+    refused = fuzz.refusals()
+    assert refused == json.loads(fuzz.REFUSALS.read_text())
+    parameters = {(name, n) for name, f in fuzz.entrances("") for n in fuzz.hints(f) if n != "self"}
+    assert {(name, n) for name, said in refused.items() for n in said} == parameters
 
 
 def test_arrays_that_do_not_fit_each_other_are_refused():

@@ -178,8 +178,6 @@ class State:
 def checked_key(key: Any) -> Key[Array, "*B"]:
     """PRNG keys of a kind whose draws for a row do not depend on other rows."""
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
-            raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
         key = jax.random.wrap_key_data(jnp.asarray(key))
     if str(jax.random.key_impl(key)) != "threefry2x32":  # draws of other generators depend on the rows of a vmap
         key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
