@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
-from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Policy, Rotate, Stats
+from kvjax.contract import Context, Decision, LayerView, Layout, Model, Observation, Policy, Rotate, Stats
 from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
@@ -190,7 +190,7 @@ class Reading:
         of, attend = self.later[layer], self.attend(layer, kv)
         return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
 
-    def logits_after(self, model: Any, params: PyTree[Any], keep: Left) -> Float[Array, "B F V"]:
+    def logits_after(self, model: Model, params: PyTree, keep: Left) -> Float[Array, "B F V"]:
         """The model's logits over the rows that follow after an eviction of every layer, which later layers feel.
 
         Everything that the rows add to the cache stays. These are the logits of `policy(state, stats)` and then
@@ -219,7 +219,7 @@ def _in_order(kv: Any) -> Layer:
 
 
 def _over(
-    model: Any, params: PyTree[Any], reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
+    model: Model, params: PyTree, reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
 ) -> tuple[Float[Array, "B F V"], list[Any]]:
     """The model over the rows that follow: logits after each of them, and what every layer's `attend` observed."""
     (outer, each), found = model.parts(params), []
@@ -231,7 +231,7 @@ def _over(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _logits(model: Any, params: PyTree[Any], x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
+def _logits(model: Model, params: PyTree, x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
     return model.head(params, x)
 
 
@@ -297,8 +297,8 @@ class _Following:
 
 
 def read(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     continuation: Any,
     *,

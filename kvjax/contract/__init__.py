@@ -4,6 +4,8 @@ Letters in shapes: B sequences, T rows (new tokens), S slots, N query heads, K k
 of the model, M prompts that are planned for on the host.
 """
 
+from kvjax.contract.model import Config as Config
+from kvjax.contract.model import Model as Model
 from kvjax.contract.policy import Heads as Heads
 from kvjax.contract.policy import Part as Part
 from kvjax.contract.policy import Policy as Policy

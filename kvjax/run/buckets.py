@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.contract import Policy
+from kvjax.contract import Config, Policy
 from kvjax.plan import Plan, infos_of, planned
 from kvjax.run.checks import traced
 
@@ -22,7 +22,7 @@ def bucket(n: int) -> int:
 
 
 def plan_request(
-    config: Any,
+    config: Config,
     policy: Policy,
     lengths: Int[np.ndarray, "B"] | Int[Array, "B"],
     width: int,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, Stats, unique
+from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Stats, unique
 from kvjax.evict import unscored
 from kvjax.observe import Keys
 from kvjax.pallas_kernels import Columns, attention
@@ -144,8 +144,8 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def embed(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Int[Array, "B T"],
     length: Int[Array, "B"],
     valid: Int[Array, "B"] | Bool[Array, "B"] | None,
@@ -167,9 +167,9 @@ def embed(
 
 @functools.partial(jax.jit, static_argnames=("model", "layer", "capacity", "ends"))
 def layer_step(
-    model: Any,
+    model: Model,
     layer: int,
-    params: PyTree[Any],
+    params: PyTree,
     x: Float[Array, "B T D"],
     kv: Storage,
     attend: Any,
@@ -191,7 +191,11 @@ def layer_step(
 
 @functools.partial(jax.jit, static_argnames=("model", "every"))
 def head(
-    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...], every: bool = False
+    model: Model,
+    params: PyTree,
+    x: Float[Array, "B T D"],
+    lost: tuple[Bool[Array, "B _"], ...],
+    every: bool = False,
 ) -> Float[Array, "B *T V"]:
     """Logits after the last column, or every one, NaN for sequences that have lost tokens in a layer or a head."""
     logits = model.head(params, x) if every else model.head(params, x[:, -1:])[:, -1]
@@ -204,8 +208,8 @@ def head(
 
 
 def step(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     state: State,
     valid: Any,
@@ -253,7 +257,7 @@ def step(
     if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
         slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
 
-    def layer(i: int, x: Array, params: PyTree[Any], here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
+    def layer(i: int, x: Array, params: PyTree, here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
         kv, attend = here
         compacts = at_once and grow
         x, kv, (found, lost) = layer_step(

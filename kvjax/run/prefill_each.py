@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Amount, Layout, Observation, Phase, Policy, unique
+from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, unique
 from kvjax.observe import Reread
 from kvjax.plan import infos_of, learns, planned
 from kvjax.run.apply import HidesTokens
@@ -54,8 +54,8 @@ def stored_as(policy: Policy, num_layers: int) -> Stored:
 
 
 def read_whole(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompts: Prompts,
     max_new_tokens: Amount,
     *,
@@ -88,8 +88,8 @@ def read_whole(
 
 
 def prefill_each(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     policies: Mapping[str, Policy],
     *,
@@ -137,8 +137,8 @@ def prefill_each(
 
 
 def _each(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompts: Prompts,
     steps: int,
     policies: Mapping[str, Policy],

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, unique
+from kvjax.contract import EMPTY, Model, unique
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -31,7 +31,7 @@ def rereads(state: State) -> tuple[Reread, ...]:
     return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
 
 
-def check_rereads(model: Any, state: State, hows: tuple[Reread, ...], known: bool) -> None:
+def check_rereads(model: Model, state: State, hows: tuple[Reread, ...], known: bool) -> None:
     """Refuses traced prompts, instructions outside the vocabulary, and repetitions beyond learned positions."""
     if not known:
         raise ValueError(
@@ -50,8 +50,8 @@ def check_rereads(model: Any, state: State, hows: tuple[Reread, ...], known: boo
 
 
 def repeated(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Int[np.ndarray, "B T"],
     lengths: Int[np.ndarray, "B"],
     state: State,

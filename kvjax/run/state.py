@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import LAST, Context, Phase, Policy, Stats
+from kvjax.contract import LAST, Config, Context, Phase, Policy, Stats
 from kvjax.decide.rewrite import Match
 from kvjax.evict import evicts
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -198,7 +198,7 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
 
 
 def empty_state(
-    config: Any,
+    config: Config,
     policy: Policy,
     plan: Plan,
     hparams: tuple[Any, ...],

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Amount, Policy, Size
+from kvjax.contract import Amount, Model, Policy, Size
 from kvjax.plan import Plan
 from kvjax.run.apply import check_layers_kept, check_lost, evict_layers
 from kvjax.run.buckets import plan_request
@@ -40,7 +40,7 @@ from kvjax.run.state import Prompts, State, empty_state, row_keys
 
 
 def start(
-    model: Any,
+    model: Model,
     *,
     policy: Policy,
     lengths: Any,
@@ -84,8 +84,8 @@ def start(
 
 
 def prefill(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     *,
     policy: Policy = Policy(),
@@ -137,8 +137,8 @@ def prefill(
 
 
 def read_prompts(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompts: Prompts,
     policy: Policy,
     max_new_tokens: Amount,
@@ -220,7 +220,7 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
 
 
 def decode_step(
-    model: Any, params: PyTree[Any], token: Any, state: State, *, active: Any = None
+    model: Model, params: PyTree, token: Any, state: State, *, active: Any = None
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads one token of every sequence, and evicts if it is time to.
 
@@ -252,8 +252,8 @@ def decode_step(
 
 
 def decode(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     token: Int[Array, "B"],
     state: State,
     active: Bool[Array, "B"] | None = None,

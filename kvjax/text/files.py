@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from kvjax.contract import Policy, Size
+from kvjax.contract import Model, Policy, Size
 from kvjax.pallas_kernels.kinds import Amount, check_fields
 from kvjax.plan import infos_of, planned
 from kvjax.run.checks import check_model
@@ -53,7 +53,7 @@ class _Words:
             raise ValueError(f"lengths={self.lengths}, but sizes={self.sizes}")
 
 
-def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, policy: Policy) -> None:
+def save_state(path: _Path, model: Model, params: PyTree, state: State, *, policy: Policy) -> None:
     """Writes a state, such as a compressed prompt, to a file, which replaces an earlier one.
 
     Args:
@@ -70,7 +70,7 @@ def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, po
     write_state(path, model, params, state, policy, None)
 
 
-def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, policy: Policy, notes: Any) -> None:
+def write_state(path: _Path, model: Model, params: PyTree, state: State, policy: Policy, notes: Any) -> None:
     """Writes a state and notes, any JSON, to a file (`save_state`)."""
     check_model(model, params)
     if not state.ready:
@@ -91,7 +91,7 @@ def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, poli
     _write(path, {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}, words)
 
 
-def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) -> State:
+def load_state(path: _Path, model: Model, params: PyTree, *, policy: Policy) -> State:
     """Loads a saved state.
 
     Args:
@@ -105,7 +105,7 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
     return read_state(path, model, params, policy)[0]
 
 
-def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> tuple[State, Any]:
+def read_state(path: _Path, model: Model, params: PyTree, policy: Policy) -> tuple[State, Any]:
     """Reads the state and the notes that `write_state` wrote."""
     check_model(model, params)
     found, arrays = _read(path)
@@ -255,14 +255,14 @@ def _plain(x: Any) -> Any:
     return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
 
 
-def _fingerprint(model: Any, params: PyTree[Any]) -> str:
+def _fingerprint(model: Model, params: PyTree) -> str:
     """A digest of a model: of its configuration, and of the bits of each parameter."""
     each = jax.tree_util.tree_leaves_with_path(_mixed(params))
     return _digest(repr(model.config), *(f"{jax.tree_util.keystr(name)} {int(x)}" for name, x in each))
 
 
 @jax.jit
-def _mixed(params: PyTree[Any]) -> PyTree[Any]:
+def _mixed(params: PyTree) -> PyTree:
     """A sum over each array of its bits, mixed with their places so that no bit is lost in it."""
 
     def mixed(x: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Policy, Size
+from kvjax.contract import Model, Policy, Size
 from kvjax.generation.generate import given_tokens
 from kvjax.generation.loop import decoded
 from kvjax.generation.sampling import Greedy, Sampler
@@ -94,8 +94,8 @@ class Session:
 
     def __init__(
         self,
-        model: Any,
-        params: PyTree[Any],
+        model: Model,
+        params: PyTree,
         tokenizer: Any,
         *,
         policy: Policy = Policy(),
@@ -291,8 +291,8 @@ class Session:
     def load(
         cls,
         path: str | os.PathLike[str],
-        model: Any,
-        params: PyTree[Any],
+        model: Model,
+        params: PyTree,
         tokenizer: Any,
         *,
         policy: Policy = Policy(),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from kvjax.contract import MOST, Amount, Policy, Size
+from kvjax.contract import MOST, Amount, Config, Model, Policy, Size
 from kvjax.generation.generate import seen_of
 from kvjax.generation.interrupts import uninterrupted
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, decoded
@@ -53,8 +53,8 @@ class Stream(Iterator[Any]):
 
     def __init__(
         self,
-        model: Any,
-        params: PyTree[Any],
+        model: Model,
+        params: PyTree,
         at: Decoding,
         *,
         max_new_tokens: Size | None,
@@ -170,8 +170,8 @@ class Stream(Iterator[Any]):
 
 
 def stream(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompt: str | Sequence[Mapping[str, Any]] | Array | np.ndarray | Sequence[Sequence[int]],
     *,
     policy: Policy = Policy(),
@@ -245,7 +245,7 @@ def endless(state: State) -> State:
     return dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))
 
 
-def endless_plan(config: Any, policy: Policy, prompts: Prompts) -> Plan:
+def endless_plan(config: Config, policy: Policy, prompts: Prompts) -> Plan:
     """The plan for a stream without an end, under a policy that does not grow with it.
 
     Neither may its slots grow, nor its data, as FastGen's number a position does.
