@@ -1,11 +1,12 @@
 """What kvjax asks of a language model. Whatever has these members runs, as `kvjax.models` has them."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int, PyTree
 
 
+@runtime_checkable
 class Config(Protocol):
     """Sizes of a language model.
 
@@ -33,6 +34,7 @@ class Config(Protocol):
     def dtype(self) -> Any: ...
 
 
+@runtime_checkable
 class Model(Protocol):
     """A language model: pure functions of its parameters. It is hashable, since programs are compiled for it.
 
