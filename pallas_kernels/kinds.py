@@ -136,12 +136,14 @@ SUCH_AS = {
     "Columns": "kvjax.pallas_kernels.Columns()",
 }
 KEY = Kind("a PRNG key, such as jax.random.key(0)", lambda x: _is_key(x))
-UNTYPED = {  # parameters of these names have no class of their own
-    "model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
-    "config": Kind("a model's configuration, model.config", lambda x: hasattr(x, "num_kv_heads")),
-    "key": Kind(f"{KEY.words}, or None", lambda x: x is None or KEY.holds(x)),
-    "policy_params": Kind("a tree for each layer, as init_policy_params gives", lambda x: isinstance(x, tuple | list)),
-    "tokenizer": Kind("a tokenizer, such as models.load_tokenizer(...)", lambda x: hasattr(x, "decode")),
+PRNGKey = Annotated[jax.Array | np.ndarray | None, Kind(f"{KEY.words}, or None", lambda x: x is None or KEY.holds(x))]
+LayerParams = Annotated[
+    Any, Kind("a tree for each layer, as init_policy_params gives", lambda x: x is None or isinstance(x, tuple | list))
+]
+PROTOCOLS = {
+    "Model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
+    "Config": Kind("a model's configuration, model.config", lambda x: hasattr(x, "num_kv_heads")),
+    "Tokenizer": Kind("a tokenizer, such as models.load_tokenizer(...)", lambda x: hasattr(x, "decode")),
 }
 HeadTable = Annotated[Any, numbers("L", "K")]
 Arrays = Annotated[Any, Kind("a tree of arrays", lambda x: all(map(_is_array, jax.tree.leaves(x))))]
@@ -199,6 +201,8 @@ def kind_of(hint: Any) -> Kind | None:
     if Callable in (hint, typing.get_origin(hint)) or origin is types.FunctionType:
         return Kind("a function", callable)
     kind = origin or hint
+    if getattr(kind, "__name__", None) in PROTOCOLS:
+        return PROTOCOLS[kind.__name__]
     if (
         not isinstance(kind, type)
         or kind in (Any, Hashable)
@@ -291,8 +295,7 @@ def _kinds(f: Any) -> tuple[tuple[str, Any, Kind], ...]:
         each = [(x.name, x.default) for x in dataclasses.fields(f)]
     else:
         each = [(x.name, x.default) for x in inspect.signature(f).parameters.values()]
-    known = lambda n: kind_of(hints.get(n, Any)) or (None if isinstance(f, type) else UNTYPED.get(n))
-    return tuple((n, default, kind) for n, default in each if (kind := known(n)) is not None)
+    return tuple((n, default, kind) for n, default in each if (kind := kind_of(hints.get(n, Any))) is not None)
 
 
 def _hints(f: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kvjax.generation import beams, loop, sampling
 from kvjax.generation import generate as generating
 from kvjax.plan import make_plan
 from kvjax.run import steps
-from kvjax.run.checks import check_request
+from kvjax.run.checks import end_ids
 from kvjax.text import read as reading
 from kvjax.text import stream as streams
 from tests.marks import slow_but
@@ -77,7 +77,7 @@ def test_generation_stops_at_the_end_token(shallow):
         np.testing.assert_array_equal(ended.tokens[row, :n], free.tokens[row, :n])
         np.testing.assert_array_equal(ended.log_probs[row, :n], free.log_probs[row, :n])
     own = models.LanguageModel(dataclasses.replace(shallow[0].config, eos_ids=(eos[0], 61)))
-    assert [check_request(own, FULL, sampling.Greedy(), x, 0, None) for x in (None, (), 5)] == [eos, (), (5,)]
+    assert [end_ids(own, x) for x in (None, (), 5)] == [eos, (), (5,)]
 
 
 @pytest.mark.parametrize("policy", slow_but([FULL, methods.keyformer(4)], FULL))

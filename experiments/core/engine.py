@@ -31,7 +31,7 @@ from kvjax.models import pad_left
 from kvjax.plan import own_params, sharing
 from kvjax.run.apply import HidesTokens, apply_policy
 from kvjax.run.buckets import bucket, plan_request
-from kvjax.run.checks import check_block, check_positions, check_request
+from kvjax.run.checks import check_block, check_positions, end_ids
 from kvjax.run.layers import step
 from kvjax.run.mesh import on_mesh
 from kvjax.run.prefill_each import read_whole, stored_as
@@ -313,7 +313,7 @@ class Engine:
         self.tokenizer, self.block, self.texts = tokenizer, block, texts
         self.forget()
         self.cost: Line = {}
-        self._ends, L = check_request(model, policy, kvjax.Greedy(), None, 0, None), model.config.num_layers
+        self._ends, L = end_ids(model, None), model.config.num_layers
         stored = stored_as(policy, L)
         self.stored, self._again = stored if once and block is None and mesh is None else None, bool(stored.again)
         self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)

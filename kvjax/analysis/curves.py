@@ -16,7 +16,7 @@ from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, 
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Left, Reading, read, seed_key
-from kvjax.contract import Count, Layout, Model, Policy, Size, resolve
+from kvjax.contract import Count, Layout, Model, Policy, PRNGKey, Size, resolve
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import make_plan, sharing
 from kvjax.run.apply import check_reads_all, stored_for_policy, with_policy
@@ -200,7 +200,7 @@ def curves(
     budgets: Sequence[Count],
     *,
     lengths: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
     seeds: Size = 1,
     oracles: Sequence[Across] = ("model",),
 ) -> Curves:

@@ -19,7 +19,19 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
-from kvjax.contract import Context, Decision, LayerView, Layout, Model, Observation, Policy, Rotate, Stats
+from kvjax.contract import (
+    Context,
+    Decision,
+    LayerParams,
+    LayerView,
+    Layout,
+    Model,
+    Observation,
+    Policy,
+    PRNGKey,
+    Rotate,
+    Stats,
+)
 from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
@@ -102,7 +114,7 @@ class Reading:
         each = [kv.view().live[:, :1] for kv in self.state.layers]
         return jnp.repeat(jnp.stack(each, axis=1), heads, axis=2)
 
-    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: Any = ()) -> tuple[Layer, ...]:
+    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: LayerParams = ()) -> tuple[Layer, ...]:
         """The layers after a policy evicted from the prompt; no slot moved, `live` says what stays.
 
         Args:
@@ -120,7 +132,7 @@ class Reading:
                 check_kept(policy.at(i, len(layers)), i, kv, state.hparams[i])
         return layers
 
-    def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:
+    def decisions(self, policy: Policy, *, policy_params: LayerParams = ()) -> tuple[Decision, ...]:
         """A policy's decision about the prompt in every layer, with the scores of slots.
 
         Dead slots have a score of minus infinity; that of protected ones decides nothing. Scores of a chain are those
@@ -305,7 +317,7 @@ def read(
     policies: Sequence[Policy] = (),
     observe: Sequence[Observation] = (),
     lengths: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
     layout: Layout | None = None,
 ) -> Reading:
     """Reads prompts, then what follows them, with the full cache.
@@ -346,7 +358,7 @@ def read(
     return dataclasses.replace(bare, later=tuple(later), logits=logits)
 
 
-def seed_key(key: Any, batch: int, seed: int) -> Array:
+def seed_key(key: PRNGKey, batch: int, seed: int) -> Array:
     """The keys of every sequence for a seed; seed 0 keeps the sequence's own."""
     keys = row_keys(key, batch)
     return keys if seed == 0 else jax.vmap(lambda k: jax.random.fold_in(k, seed))(keys)

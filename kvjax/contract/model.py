@@ -1,4 +1,4 @@
-"""What kvjax asks of a language model. Whatever has these members runs, as `kvjax.models` has them."""
+"""What kvjax asks of a language model and its tokenizer. Whatever has these members runs, as of `kvjax.models`."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -72,4 +72,28 @@ class Model(Protocol):
 
     def head(self, params: PyTree, x: Float[Array, "B T D"], /) -> Float[Array, "B T V"]:
         """Logits of the residual stream after the last layer."""
+        ...
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """A tokenizer of transformers, as `kvjax.models.load_tokenizer` returns.
+
+    Attributes:
+      bos_token_id: the token before texts, None for none.
+    """
+
+    @property
+    def bos_token_id(self) -> Any: ...
+
+    def __call__(self, text: Any, /, **options: Any) -> Any:
+        """What holds `input_ids`, the token ids of a text."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """The id of each token."""
+        ...
+
+    def decode(self, ids: Any, /, **options: Any) -> Any:
+        """The text of token ids."""
         ...

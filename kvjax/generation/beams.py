@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, Model, Policy, Size
+from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.contract.checks import whole
 from kvjax.generation.loop import NO_TOKEN
 from kvjax.generation.sampling import Greedy
@@ -289,9 +289,9 @@ def generate_beams(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     num_return_sequences: Size = 1,
-    key: Any = None,
+    key: PRNGKey = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     buckets: bool = True,
 ) -> Beams:
@@ -355,7 +355,7 @@ def checked_search(
     policy: Policy = Policy(),
 ) -> dict[str, Any]:
     """Checks the options of a search, and returns the static ones of `searched`."""
-    eos = tuple(sorted(set(check_request(model, policy, Greedy(), eos_ids, pad_id, None))))
+    eos = tuple(sorted(set(check_request(model, Greedy(), eos_ids, pad_id, None))))
     vocab = model.config.vocab_size
     whole("num_beams", num_beams, 1, vocab, "search with at least 1 beam, which is greedy generation")
     whole("num_return_sequences", num_return_sequences, 1, num_beams, f"there are num_beams={num_beams}")

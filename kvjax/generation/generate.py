@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, Model, Policy, Size
+from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.generation.loop import Decoding, begin, decoded, log_prob
 from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
 from kvjax.pallas_kernels.pytree import pytree
@@ -63,10 +63,10 @@ def generate(
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
-    key: Any = None,
+    key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     buckets: bool = True,
     progress: bool = False,
@@ -93,7 +93,7 @@ def generate(
       ValueError: a sampler that draws without a key, and what `kvjax.prefill` refuses; always before anything runs.
     """
     check_model(model, params)
-    ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
+    ends = check_request(model, sampler, eos_ids, pad_id, key)
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), max_new_tokens
     if mesh is not None:
         params = on_mesh(model, params, mesh, len(prompts.tokens))
@@ -133,7 +133,7 @@ def generate_from(
     """
     check_state(model, params, state)
     check_logits(model, state, logits)
-    ends = check_request(model, Policy(), sampler, eos_ids, pad_id, state.keys)
+    ends = check_request(model, sampler, eos_ids, pad_id, state.keys)
     check_room(state, max_new_tokens - 1)
     read = _already_read(model, tokens, state) if sampler.reads_seen or tokens is not None else None
     seen = seen_of(model, read) if sampler.reads_seen and read is not None else None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax.contract import MOST, Config, Model
+from kvjax.contract import MOST, Config, Model, PRNGKey
 from kvjax.contract.checks import whole
 from kvjax.observe import Reread
 from kvjax.plan import Plan
@@ -122,12 +122,17 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
         )
 
 
-def check_request(model: Model, policy: Any, sampler: Any, eos_ids: Any, pad_id: Any, key: Any) -> tuple[int, ...]:
+def check_request(model: Model, sampler: Any, eos_ids: Any, pad_id: Any, key: PRNGKey) -> tuple[int, ...]:
     """Checks a request for new tokens, and returns its end tokens."""
     if sampler.draws and key is None:
         raise ValueError(f"{sampler} draws tokens, but there is no key; give key=jax.random.key(a whole number)")
+    whole("pad_id", pad_id, 0, model.config.vocab_size - 1, "what follows the end is a token of the vocabulary")
+    return end_ids(model, eos_ids)
+
+
+def end_ids(model: Model, eos_ids: Any) -> tuple[int, ...]:
+    """The end tokens that are asked for, by default the model's."""
     vocab = model.config.vocab_size
-    whole("pad_id", pad_id, 0, vocab - 1, "what follows the end is a token of the vocabulary")
     if eos_ids is None:
         return tuple(i for i in getattr(model.config, "eos_ids", ()) if i < vocab)
     ids = tuple(np.asarray(eos_ids).reshape(-1).tolist())

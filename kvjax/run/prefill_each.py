@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, unique
+from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, PRNGKey, unique
 from kvjax.observe import Reread
 from kvjax.plan import infos_of, learns, planned
 from kvjax.run.apply import HidesTokens
@@ -61,7 +61,7 @@ def read_whole(
     *,
     policies: Sequence[Policy],
     stored: Stored,
-    key: Any = None,
+    key: PRNGKey = None,
 ) -> tuple[Float[Array, "B V"], State, AttnStats]:
     """Logits of the next token, the state that holds whole prompts, and what some policies want to see of them.
 
@@ -96,7 +96,7 @@ def prefill_each(
     max_new_tokens: Amount,
     lengths: Any = None,
     attention_mask: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
 ) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
     """Reads prompts once, and evicts from them under each of several policies: `prefill` for all of them.
 
@@ -143,7 +143,7 @@ def _each(
     steps: int,
     policies: Mapping[str, Policy],
     groups: Mapping[Stored, Sequence[str]],
-    key: Any,
+    key: PRNGKey,
 ) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
     """`prefill_each` for policies by how prompts are stored for them."""
     for stored, names in groups.items():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import LAST, Config, Context, Phase, Policy, Stats
+from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats
 from kvjax.decide.rewrite import Match
 from kvjax.evict import evicts
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -189,7 +189,7 @@ _folded = jax.jit(lambda key, n: jax.vmap(jax.random.fold_in, (None, 0))(_first_
 _copied = jax.jit(lambda numbers: jax.tree.map(jnp.copy, numbers))  # in one call, as there are many
 
 
-def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
+def row_keys(key: PRNGKey, batch: int) -> Key[Array, "B"]:
     """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
     key = None if key is None else checked_key(key)
     if key is not None and key.shape not in ((), (batch,)):
@@ -207,7 +207,7 @@ def empty_state(
     *,
     keys: Key[Array, "B"],
     slots: bool = False,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
 ) -> State:
     """A state that has read nothing, by the plan and the `hparams` that `planned` gives for these prompts.
 

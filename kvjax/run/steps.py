@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Amount, Model, Policy, Size
+from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.plan import Plan
 from kvjax.run.apply import check_layers_kept, check_lost, evict_layers
 from kvjax.run.buckets import plan_request
@@ -46,9 +46,9 @@ def start(
     lengths: Any,
     max_new_tokens: Amount,
     width: Size | None = None,
-    key: Any = None,
+    key: PRNGKey = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
 ) -> State:
     """An empty state for prompts of the given lengths, into which `forward` reads them.
@@ -92,10 +92,10 @@ def prefill(
     max_new_tokens: Amount,
     lengths: Any = None,
     attention_mask: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
@@ -143,10 +143,10 @@ def read_prompts(
     policy: Policy,
     max_new_tokens: Amount,
     *,
-    key: Any = None,
+    key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     buckets: bool = False,
     warns: bool = True,

@@ -18,13 +18,13 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Model, Policy, Size
+from kvjax.contract import LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
 from kvjax.generation.generate import given_tokens
 from kvjax.generation.loop import decoded
 from kvjax.generation.sampling import Greedy, Sampler
 from kvjax.pallas_kernels.kinds import Amount, Range, check_fields
 from kvjax.run.buckets import bucket
-from kvjax.run.checks import check_ids, check_model, check_prompts, check_request
+from kvjax.run.checks import check_ids, check_model, check_prompts, check_request, end_ids
 from kvjax.run.compiled import keep_compiled
 from kvjax.run.state import State, checked_key, row_keys
 from kvjax.run.steps import read_prompts
@@ -96,7 +96,7 @@ class Session:
         self,
         model: Model,
         params: PyTree,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         policy: Policy = Policy(),
         max_new_tokens: Size,
@@ -105,9 +105,9 @@ class Session:
         sampler: Sampler = Greedy(),
         eos_ids: int | Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
-        key: Any = None,
+        key: PRNGKey = None,
         block: Size | None = None,
-        policy_params: Any = None,
+        policy_params: LayerParams = None,
         buckets: bool = True,
         progress: bool | None = None,
     ):
@@ -120,7 +120,7 @@ class Session:
             "max_new_tokens": max_new_tokens,
             "max_question_tokens": max_question_tokens,
             "max_turns": max_turns,
-            "eos_ids": check_request(model, policy, sampler, eos_ids, 0, "not needed yet"),
+            "eos_ids": end_ids(model, eos_ids),
             "stop": stop_strings(stop),
             "block": block,
             "buckets": buckets,
@@ -177,7 +177,7 @@ class Session:
         self._dialogues = dialogues
         return self
 
-    def stream(self, question: str | Sequence[str], *, key: Any = None) -> Stream:
+    def stream(self, question: str | Sequence[str], *, key: PRNGKey = None) -> Stream:
         """Answers a question, and yields the text piece by piece (`kvjax.stream`).
 
         Args:
@@ -193,7 +193,7 @@ class Session:
             of contexts, more tokens than were planned; while it yields, logits that are no numbers.
         """
         dialogues, model, ends = self._opened(), self._model, self._options["eos_ids"]
-        check_request(model, self._policy, self._sampler, ends, 0, self._key if key is None else key)
+        check_request(model, self._sampler, ends, 0, self._key if key is None else key)
         rows, questions = self._rows(question)
         asked = [dialogues[r].question(q) for r, q in zip(rows, questions, strict=True)]
         tokens, lengths = _padded(asked)
@@ -222,7 +222,7 @@ class Session:
         how["pieces"] = [TextPieces(self._tokenizer, self._options["stop"]) for _ in asked]
         return Stream(model, self._params, at, **how)
 
-    def ask(self, question: str | Sequence[str], *, key: Any = None, keep: bool = False) -> Any:
+    def ask(self, question: str | Sequence[str], *, key: PRNGKey = None, keep: bool = False) -> Any:
         """Answers a question, several questions, or questions about several contexts.
 
         Args:
@@ -293,7 +293,7 @@ class Session:
         path: str | os.PathLike[str],
         model: Model,
         params: PyTree,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         policy: Policy = Policy(),
         sampler: Sampler = Greedy(),
