@@ -43,7 +43,7 @@ BAD = [
     *((), True),
 ]
 MODULES = {
-    "methods": ("methods", "methods.variants", "methods.kvpress"),
+    "methods": ("methods", *(f"methods.released.{m}" for m in ("papers", "factory", "kvpress", "easykv"))),
     "run": ("",),
     "parts": (
         *("budgets", "observe", "contract", "compose.across", "scores.attention", "scores.blends", "scores.keys"),

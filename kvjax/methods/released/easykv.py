@@ -1,4 +1,4 @@
-"""EasyKV: the policies of its code, for every importance that it knows (D-05, D-09, D-11 to D-14, D-46, D-48)."""
+"""EasyKV: the policies of its code, for every importance that it knows (D-05, D-06, D-09, D-11 to D-14, D-46, D-48)."""
 
 import dataclasses
 from typing import Literal
@@ -8,8 +8,11 @@ from kvjax.compose import chain
 from kvjax.contract import Amount, Count, Policy, Proportion, Score, Size, value
 from kvjax.decide.select import TopK
 from kvjax.evict import Evict
-from kvjax.methods.counts import BlockBudget, Truncated, WholeIfShort
-from kvjax.methods.parts import RandomRun
+from kvjax.methods.attention import roco
+from kvjax.methods.position import random, window
+from kvjax.methods.released.counts import BlockBudget, Truncated, WholeIfShort
+from kvjax.methods.released.papers import since, tova_by_head
+from kvjax.methods.released.parts import RandomRun
 from kvjax.observe import Rows
 from kvjax.pallas_kernels import kinds
 from kvjax.scores.attention import Accumulated, Mean, Recency, SparedByDeviation, Uniform, Votes
@@ -129,22 +132,16 @@ def easykv_decoding(importance: Importance, budget: int | float) -> Evict:
 
 
 def easykv_encoding_decoding(
-    importance: Importance,
-    budget: int | float,
-    *,
-    stride: Size = 1,
-    exact: bool = True,
-    recent_ratio: Proportion = 0.1,
-    prefix: Amount = 0,
+    importance: Importance, budget: int | float, *, stride: Size = 1, exact: bool = True
 ) -> Policy:
     """Evicts while a prompt is read in blocks, 4 sinks staying, then at every step, none staying (D-48).
 
     While decoding RoCo's scope is all but `B' - int(0.3 B')` tokens (D-11).
 
     Args:
-      importance, budget, stride, exact, recent_ratio, prefix: as of `easykv_encoding`.
+      importance, budget, stride, exact: as of `easykv_encoding`.
     """
-    first = easykv_encoding(importance, budget, stride=stride, exact=exact, recent_ratio=recent_ratio, prefix=prefix)
+    first = easykv_encoding(importance, budget, stride=stride, exact=exact)
     first = dataclasses.replace(first, select=TopK())
     padded = Combined("sum", (budget, stride))
     live = Combined("sum", (first.budget, 1))
@@ -152,7 +149,7 @@ def easykv_encoding_decoding(
     held = first.budget  # a prompt of which a share does not hold what stays while it is read is whole afterwards too
     if isinstance(budget, float):
         held = WholeIfShort(held, Combined("sum", (_SINKS, first.recent)))
-    then = Evict(_score(importance, prefix, scope), held, 0, first.recent, when=Schedule(prefill=False, every=1))
+    then = Evict(_score(importance, 0, scope), held, 0, first.recent, when=Schedule(prefill=False, every=1))
     return chain(first, then)
 
 
@@ -168,6 +165,26 @@ def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: S
     if budget > prompt_length:
         return easykv_decoding(importance, budget - prompt_length)
     return easykv_encoding_decoding(importance, budget, stride=stride)
+
+
+def random_run(budget: Count) -> Evict:
+    """Random eviction of EasyKV's blocks: one run of tokens, the same in all heads and layers (D-05)."""
+    return dataclasses.replace(random(budget), select=RandomRun())
+
+
+def window_of_generated(budget: Count) -> Evict:
+    """EasyKV's recency while decoding: the prompt stays, outside of the budget (D-06, D-13)."""
+    return Evict(window(budget).score, Combined("sum", (1.0, budget)), 1.0, when=STEP)
+
+
+def tova_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 6) -> Evict:
+    """TOVA of EasyKV: every kv head decides, and the first and last tokens stay (D-09)."""
+    return dataclasses.replace(tova_by_head(budget), sinks=sinks, recent=recent)
+
+
+def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: Amount = 0) -> Evict:
+    """RoCo of EasyKV: 4 sinks and the last 10 tokens stay (D-12), and rows of the first tokens do not count (D-46)."""
+    return dataclasses.replace(since(roco(budget), prefix), sinks=sinks, recent=recent)
 
 
 kinds.doors(__name__)
