@@ -42,11 +42,7 @@ class Table4:
 
 
 def nacl(
-    budget: Count,
-    *,
-    recent: Count | None = None,
-    proxies: Count | None = None,
-    random: Count | None = None,
+    budget: Count, *, recent: Count | None = None, proxies: Count | None = None, random: Count | None = None
 ) -> Evict:
     r"""Keeps what the proxies at the end attend to, and a random sample of the rest (NaCl, arXiv 2408.03675).
 

@@ -107,9 +107,9 @@ def easykv_encoding(
     """
     padded = Combined("sum", (budget, stride))
     final = budget if exact else BlockBudget(budget, stride)
-    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": Truncated(recent_ratio, padded)}.get(importance, 0)
-    recent = Truncated(recent_ratio, padded) if importance == "tova" else recent
-    taken = Combined("sum", (Truncated(recent_ratio, padded), _SINKS))
+    share = Truncated(recent_ratio, padded)
+    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": share, "tova": share}.get(importance, 0)
+    taken = Combined("sum", (share, _SINKS))
     scope = _all_but(Combined("less", (padded, taken)), Combined("sum", (final, stride)), stride)
     score = _score(importance, prefix, scope)
     return Evict(score, final, _SINKS, recent, select=RandomRun() if importance == "random" else TopK())
