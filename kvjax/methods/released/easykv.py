@@ -35,13 +35,13 @@ class BlockSizes:
       dense_prefix: tokens that are read before the first block.
     """
 
-    nominal: int
-    padded: int
-    final: int
-    dense_prefix: int
+    nominal: Size
+    padded: Size
+    final: Size
+    dense_prefix: Size
 
 
-def block_sizes(length: int, budget: int | float, stride: Size, mode: Literal["encoding", "ppl"]) -> BlockSizes:
+def block_sizes(length: Size, budget: int | float, stride: Size, mode: Literal["encoding", "ppl"]) -> BlockSizes:
     """The sizes of a prompt that is read in blocks.
 
     Args:
@@ -54,8 +54,8 @@ def block_sizes(length: int, budget: int | float, stride: Size, mode: Literal["e
       ValueError: the prompt fits the budget and a block, so that the loop evicts nothing.
     """
     nominal = budget if isinstance(budget, int) else int(length * budget)
-    if nominal < 1 or stride < 1:
-        raise ValueError(f"a budget of {nominal} tokens and blocks of {stride}; give at least 1 token for each")
+    if nominal < 1:
+        raise ValueError(f"a budget of {nominal} tokens; give at least 1")
     padded = nominal + stride
     final = padded - (padded - length) % stride
     if final > length:
@@ -153,7 +153,7 @@ def easykv_encoding_decoding(
     return chain(first, then)
 
 
-def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: Size = 1) -> Policy:
+def easykv(importance: Importance, budget: int, *, prompt_length: Size, stride: Size = 1) -> Policy:
     """Evicts as `easykv_decoding` if the budget exceeds the prompt, else as `easykv_encoding_decoding` (mode "auto").
 
     Args:
