@@ -26,7 +26,7 @@ _SHORT = {
 }
 
 
-MODULES = "kvjax.methods.variants", "kvjax.models.embedded"  # are imported by their own names
+MODULES = "kvjax.methods.released", "kvjax.models.embedded"  # are imported by their own names
 FIRST = "methods", "models", "generate", "Session", "prefill", "decode_step", "from_fn", "chain"  # what newcomers call
 
 

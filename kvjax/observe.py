@@ -276,13 +276,16 @@ class ChunkAttention:
         chunks = lambda x: jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)
         part = lambda x: chunks(x).reshape(B, K, -1, num, size, H)
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
-        among = counts[:, None, None, :, None]
-        x = jax.nn.softmax(jnp.where(among, x, jnp.finfo(x.dtype).min), axis=-1)
-        mass = jnp.where(counts[:, None, None, :, :, None], x, 0.0).sum(4).mean(2).reshape(B, K, num * size)
+        mass = self.received(x, counts).reshape(B, K, num * size)
         at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
         column = jnp.where(counts.reshape(B, -1), source, T)[:, None]
         found = jnp.zeros((B, K, T)).at[(*at, column)].set(mass, mode="drop")
         return jnp.pad(found, ((0, 0), (0, 0), (inputs.kv.pos.shape[2] - T, 0)))
+
+    def received(self, x: Float[Array, "B K G n c c"], counts: Bool[Array, "B n c"]) -> Float[Array, "B K n c"]:
+        """What tokens of chunks get from their chunk's rows, by logits, and where there are tokens."""
+        p = jax.nn.softmax(jnp.where(counts[:, None, None, :, None], x, jnp.finfo(x.dtype).min), axis=-1)
+        return jnp.where(counts[:, None, None, :, :, None], p, 0.0).sum(4).mean(2)
 
     def _chunks(
         self, pos: Int[Array, "B T"], ctx: Context

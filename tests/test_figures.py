@@ -10,7 +10,7 @@ from kvjax import analysis, methods, models
 from kvjax.experiments.papers import adakv, ahakv, attention, base, positions, roco, sparsity
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import Prompts, interval
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
 from kvjax.observe import Rows
@@ -140,7 +140,7 @@ def test_importance_jaccard_is_that_of_the_policies(prompts, p, measure):
     """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
     (model, params, tokens), T, budget = prompts, 24, 7
     summed = methods.h2o(budget, recent=0), methods.aqas(budget, recent=0)
-    policy = (*summed, variants.tova_by_head(budget), methods.mas(budget))[measure]
+    policy = (*summed, papers.tova_by_head(budget), methods.mas(budget))[measure]
     found = roco.importance_jaccard(prompts, shares=(0.3, 0.5))
     assert found.budgets.tolist() == [7, 12]
 

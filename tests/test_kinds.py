@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import analysis, methods, plot
 from kvjax.contract import Score
-from kvjax.methods import easykv, kvpress, variants
+from kvjax.methods.released import easykv, factory, kvpress, papers
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.kinds import kind_of
 from tests.tools import fuzz
@@ -38,7 +38,7 @@ def test_every_whole_number_has_its_range():
 
 
 def test_every_public_function_checks_its_arguments():
-    modules = (kvjax, methods, variants, kvpress, easykv, analysis, plot)
+    modules = (kvjax, methods, papers, factory, kvpress, easykv, analysis, plot)
     each = [(n, x) for m in modules for n, x in vars(m).items() if getattr(x, "__module__", "").startswith(m.__name__)]
     public = {n: x for n, x in each if inspect.isfunction(x) and not n.startswith("_")}
     assert {n for n, x in public.items() if not hasattr(x, "__wrapped__")} <= {"doors"}

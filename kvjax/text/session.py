@@ -30,7 +30,7 @@ from kvjax.run.state import State, checked_key, row_keys
 from kvjax.run.steps import read_prompts
 from kvjax.text.dialogue import Dialogue, check_context
 from kvjax.text.encode import TextPieces, check_tokenizer, is_chat
-from kvjax.text.files import described, read_state, words_of, write_state
+from kvjax.text.files import described, read_state, same, words_of, write_state
 from kvjax.text.stream import Stream, stop_strings
 
 _Context = str | Sequence[Mapping[str, Any]]
@@ -276,7 +276,8 @@ class Session:
         The model, the tokenizer, the policy and the sampler are not in it, but digests of them.
 
         Raises:
-          ValueError: no context was read; a path at which there is something else than a file of kvjax.
+          ValueError: no context was read; a policy that holds a lambda, or another function that no module has under
+            its name; a path at which there is something else than a file of kvjax.
           OSError: the file could not be written.
         """
         notes = {
@@ -321,7 +322,7 @@ class Session:
             for name, x in {**session._options, "tokens": state.length.tolist()}.items():
                 if told.get(name) != x:
                     raise ValueError(f"{name}={told.get(name)!r} in place of {x!r}")
-        if wrong := [name for name, here in session._made_with().items() if said.made_with.get(name) != here]:
+        if wrong := [n for n, x in session._made_with().items() if not same(said.made_with.get(n, ""), x)]:
             raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
         session._state, session._dialogues, session._policy_params = state, tuple(dialogues), state.params or None
         return session

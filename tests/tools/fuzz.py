@@ -46,7 +46,7 @@ BAD = [
     *((), True),
 ]
 MODULES = {
-    "methods": ("methods", "methods.variants", "methods.kvpress"),
+    "methods": ("methods", *(f"methods.released.{m}" for m in ("papers", "factory", "kvpress", "easykv"))),
     "run": ("",),
     "parts": (
         *("budgets", "observe", "contract", "compose.across", "scores.attention", "scores.blends", "scores.keys"),
@@ -78,6 +78,7 @@ def examples() -> dict[Any, Any]:
         **{"labels": ["a"] * 4, "policies": {"a": snapkv}, "path": "state", "what": Rows()},
         **{"targets": np.zeros(1, int), "shares": np.ones((4, 2)), "values": [1.0, 2.0], "curves": {"a": {4: 1.0}}},
         **{"kept": mask[0], "chosen": reading.decisions(snapkv)[0], "width": 8, "text": "goat", "budget": 32},
+        "length": 64,
         **{"samples": {"a": [{"depth": 0.5, "length": 8, "score": 1.0}]}, "prompt": [[5, 6]], "channels": 0.5},
         **{"weight": ProjectedValueNorm(), "self": kvjax.Session(model, params, tokenizer, max_new_tokens=1)},
     }
@@ -90,6 +91,8 @@ def examples() -> dict[Any, Any]:
 def example(name: str, hint: Any) -> Any:
     """A value that an annotation allows."""
     origin, args, known = typing.get_origin(hint), typing.get_args(hint), examples()
+    if origin is typing.Literal:
+        return args[0]
     for key in (getattr(hint, "__name__", None), name):
         if key in known:
             return known[key]
@@ -98,8 +101,8 @@ def example(name: str, hint: Any) -> Any:
         return np.ones(shape, {"Float": np.float32, "Bool": bool}.get(hint.dtype.__name__, np.int32))
     if origin is typing.Annotated:
         return next((x for x in (0.5, 1, 3) if kind_of(hint).holds(x)), example(name, args[0]))
-    if origin in (typing.Literal, typing.Union) or type(hint).__name__ == "UnionType":
-        return args[0] if origin is typing.Literal else example(name, args[0])
+    if origin is typing.Union or type(hint).__name__ == "UnionType":
+        return example(name, args[0])
     if origin is tuple:
         return tuple(example(name, a) for a in args if a is not ...)
     if origin in (collections.abc.Callable, Callable):
