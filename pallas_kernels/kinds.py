@@ -134,6 +134,7 @@ SUCH_AS = {
     "PathLike": "pathlib.Path(...)",
     "Reading": "kvjax.analysis.read gives",
     "Columns": "kvjax.pallas_kernels.Columns()",
+    "Logits": "kvjax.pallas_kernels.Logits(softcap=50.0)",
 }
 UNTYPED = {  # parameters of these names have no class of their own
     "model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
