@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.budgets import known
 from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, value
 from kvjax.contract.values import A_COUNT
-from kvjax.pallas_kernels import Columns, Softmax, attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.kinds import Kind
+from kvjax.pallas_kernels.pytree import pytree
 from kvjax.storage.mesh import attention_on
 
 A_ROW = Kind(f"{A_COUNT.words}, but not 0; or None", lambda n: n is None or (A_COUNT.holds(n) and n != 0))
@@ -90,6 +91,22 @@ def by_row(ask: Rows, slots: Slots) -> tuple[Float[Array, "B K G R S"], Bool[Arr
     return jnp.where(exist, rows.reshape(B, slots.kv.pos.shape[1], -1, R, S), 0.0), exist
 
 
+@pytree
+class Queries:
+    """Rows and how they attend, for those who compute attention themselves.
+
+    Attributes:
+      q: queries, rotated.
+      pos: positions of the rows, `EMPTY` for padding.
+      bias, logits: as in `AttentionInputs`.
+    """
+
+    q: Float[Array, "B N R H"]
+    pos: Int[Array, "B R"]
+    bias: Float[Array, "B N S"] | None
+    logits: Logits
+
+
 @value
 class Unmasked:
     """`Rows` by a softmax over all live slots, as if none were hidden from the rows.
@@ -101,10 +118,10 @@ class Unmasked:
     of: Rows
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B _ S"]:
-        kv, how = inputs.kv, {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
+        kv = inputs.kv
         attend: Any = attention if kv.how.mesh is None else functools.partial(attention_on, kv.how.mesh)
         rows = inputs.q, kv.k, kv.v, inputs.pos, kv.pos
-        return attend(*rows, columns=(self.of(inputs),), bias=inputs.bias, **how).columns[0]
+        return attend(*rows, columns=(self.of(inputs),), bias=inputs.bias, logits=inputs.logits).columns[0]
 
 
 @value
@@ -158,7 +175,7 @@ class FutureQueries:
         place = lambda i: jnp.broadcast_to((inputs.ctx.length + i)[:, None, None], (B, 1, H))
         add = lambda i, turned: turned + inputs.rotate(basis, place(i))
         turned = lax.fori_loop(0, self.horizon, add, jnp.zeros_like(basis))[:, 0] / self.horizon
-        turned = turned * (H**-0.5 if inputs.scale is None else inputs.scale)
+        turned = turned * inputs.logits.factor(H)
         return jnp.einsum("bnj,bjh->bnh", mean, turned), jnp.einsum("bnij,bih,bjl->bnhl", cov, turned, turned)
 
 

@@ -134,6 +134,7 @@ SUCH_AS = {
     "PathLike": "pathlib.Path(...)",
     "Reading": "kvjax.analysis.read gives",
     "Columns": "kvjax.pallas_kernels.Columns()",
+    "Logits": "kvjax.pallas_kernels.Logits(softcap=50.0)",
 }
 KEY = Kind("a PRNG key, such as jax.random.key(0)", lambda x: _is_key(x))
 PRNGKey = Annotated[jax.Array | np.ndarray | None, Kind(f"{KEY.words}, or None", lambda x: x is None or KEY.holds(x))]

@@ -17,7 +17,7 @@ from kvjax.methods.released.counts import FloorPyramid, FloorThenGlobal, HalfEve
 from kvjax.methods.released.easykv import block_sizes
 from kvjax.methods.released.parts import NextStepMask
 from kvjax.observe import Rows
-from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.scores.attention import Accumulated, SparedByDeviation, Votes, rows_since
 from kvjax.storage import Layer, empty
 from tests import tensors
@@ -177,7 +177,7 @@ def test_e10_roco(examples):
     assert gone(make(2, 2, budget - 1), p) == e["expected"]["evicted_two_r2_protect_last2"]
     q, k, v, scale = tensors.from_probabilities(p)
     pos, columns = jnp.arange(6, dtype=jnp.int32), [Columns(), Columns(element="p2")]
-    sums, squares = attention(q, k, v, pos[None], pos[None, None], columns=columns, scale=scale).columns
+    sums, squares = attention(q, k, v, pos[None], pos[None, None], columns=columns, logits=Logits(scale)).columns
     np.testing.assert_allclose(sums[0, 0], e["expected"]["acc"], atol=1e-6)
     np.testing.assert_allclose(squares[0, 0], e["expected"]["acc_sq"], atol=1e-6)
     slots = slots_of(cache(range(6)), moment(None, 6, prompt=6))

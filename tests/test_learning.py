@@ -16,6 +16,7 @@ from kvjax.decide.select import TopK
 from kvjax.learning import relax
 from kvjax.learning.relax import soften, with_budgets, with_table, with_temperature
 from kvjax.learning.soft import Pass, mass_rank, soft_passes, soft_top_k
+from kvjax.pallas_kernels import Logits
 from kvjax.run.forward import forward
 from kvjax.run.steps import decode_step, prefill, start
 from kvjax.storage import Layer
@@ -219,7 +220,9 @@ def test_budgets_have_exact_gradients_in_the_eviction_loss():
                 soft_top_k(jnp.asarray(score), budgets, temperature=0.5), ((0, 0), (0, 0), (0, 3)), constant_values=1
             )
             kv = Layer(jnp.asarray(k), jnp.asarray(v), jnp.asarray(pos), log_weight=jnp.log(gate))
-            out = kv.attend(jnp.asarray(q), jnp.arange(12, 15)[None], rotate=lambda x, _: x, softcap=0.7).out
+            out = kv.attend(
+                jnp.asarray(q), jnp.arange(12, 15)[None], rotate=lambda x, _: x, logits=Logits(softcap=0.7)
+            ).out
             return gate, out
 
         @jax.jit

@@ -35,6 +35,7 @@ from kvjax.contract import (
 from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.plan import Plan
 from kvjax.run.apply import stored_for_policy, update_layers, with_policy
@@ -59,8 +60,8 @@ class Later:
       out: their attention outputs.
       mass: the share of attention that they pay to every token of the prompt, averaged over rows.
       out_proj: the output projection.
+      logits: how logits follow from products.
       rotate: the rotary embedding.
-      how: what else attention is given, by name.
     """
 
     q: Float[Array, "B N F H"]
@@ -69,8 +70,8 @@ class Later:
     out: Float[Array, "B N F H"]
     mass: Float[Array, "B N T"]
     out_proj: Float[Array, "N H D"]
+    logits: Logits
     rotate: Rotate = static()
-    how: tuple[tuple[str, Any], ...] = static(default=())
 
 
 @pytree
@@ -200,7 +201,7 @@ class Reading:
     def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
         """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
         of, attend = self.later[layer], self.attend(layer, kv)
-        return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
+        return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, logits=of.logits)[0]
 
     def logits_after(self, model: Model, params: PyTree, keep: Left) -> Float[Array, "B F V"]:
         """The model's logits over the rows that follow after an eviction of every layer, which later layers feel.
@@ -301,11 +302,21 @@ class _Following:
 
     attend: Attend
 
-    def __call__(self, kv: Any, q: Any, k: Any, v: Any, *, rotate: Any, out_proj: Any = None, **how: Any) -> Any:
-        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, **how)
-        T, F = kv.pos.shape[2], q.shape[2]
-        told = tuple((n, x) for n, x in how.items() if n not in ("hidden", "layer"))
-        return out, after, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=told)
+    def __call__(
+        self,
+        kv: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        rotate: Any,
+        out_proj: Any = None,
+        logits: Logits = Logits(),
+        **how: Any,
+    ) -> Any:
+        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, logits=logits, **how)
+        mass = mass[..., : kv.pos.shape[2]] / q.shape[2]
+        return out, after, Later(q, k, v, out, mass, out_proj, logits, rotate=rotate)
 
 
 def read(

@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Stats, unique
 from kvjax.evict import unscored
 from kvjax.observe import Keys
-from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import compacted, evict_layers
 from kvjax.run.mesh import on_rows
 from kvjax.run.scan import each_layer
 from kvjax.run.state import AttnStats, State
-from kvjax.storage import Storage, linear_bias
+from kvjax.storage import Storage
 from kvjax.storage.mesh import DATA, laid_out
 
 
@@ -60,10 +60,7 @@ class Attend:
         rotate: Callable[..., Array],
         out_proj: Float[Array, "N H D"] | None = None,
         hidden: Float[Array, "B T D"] | None = None,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        slopes: Any = None,
+        logits: Logits = Logits(),
     ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B K"], ...]]]:
         """Returns the attention output, the cache after, and (statistics if `gives`, which heads lost tokens).
 
@@ -73,11 +70,11 @@ class Attend:
           layer: a layer of this kind; which one it is stands in `ctx`.
           rotate: turns vectors at positions.
           out_proj, hidden: the output projection and the layer's input, for policies that look at them.
-          scale, window, softcap, slopes: the model's attention; `slopes` are ALiBi's.
+          logits: how the model's logits follow from products.
         """
         del layer
         policy, pos, K = self.policy, self.pos, self.num_kv_heads
-        ctx = dataclasses.replace(self.ctx, window=window)
+        ctx = dataclasses.replace(self.ctx, window=logits.window)
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
         if (of_text := getattr(rotate, "of_text", None)) is not None:  # a block of a prompt turns as the whole prompt
@@ -87,13 +84,12 @@ class Attend:
         lost = () if slots is None else (((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any(2),)
         kv = kv.append(k, v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
-        how = {"scale": scale, "window": window, "softcap": softcap}
 
         def inputs(kv: Storage) -> AttentionInputs:
             turned = rotate(q, jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None])
-            view, raw_k, bias = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None, kv.bias(G, slopes)
-            more = {"raw_k": raw_k, "bias": bias, **how}
-            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, **more)
+            view, raw_k = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None
+            more = dataclasses.replace(logits, slopes=None), kv.bias(G, logits.slopes), raw_k
+            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, *more)
 
         at, view = inputs(kv), kv.told(rotate)
         if (entered := policy.enter(view, at, ctx)) is not view:
@@ -103,7 +99,7 @@ class Attend:
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
         reads = policy.reads(kv.told(rotate), at, ctx)
         own = self.grow and reads is None and pos.shape[1] == kv.pos.shape[-1]  # a whole prompt
-        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, own=own, **how)
+        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, logits=logits, own=own)
         found |= dict(zip(columns, out.columns, strict=True))
         if self.evict:
             view = kv.told(rotate)
@@ -130,14 +126,12 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
         rotate: Callable[..., Array],
         out_proj: Any = None,
         hidden: Any = None,
-        slopes: Any = None,
-        **how: Any,
+        logits: Logits = Logits(),
     ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
         del layer, out_proj, hidden
         places = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        bias = None if slopes is None else linear_bias(slopes, places)
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
-        return attention(q, k, v, pos, places, bias=bias, **how).out, cache, ()
+        return attention(q, k, v, pos, places, logits=logits).out, cache, ()
 
     return attend
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
-from kvjax.pallas_kernels import pooled_attention
+from kvjax.pallas_kernels import Logits, pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage.layer import Layer, dead_slots, in_order, write_rows
@@ -122,7 +122,7 @@ class Pool(Storage):
         turned = rotate(self.k[:, None], jnp.where(self.pos == EMPTY, 0, rank)[:, None])
         return turned[:, 0].astype(self.k.dtype)
 
-    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B G P"] | None:
+    def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B G P"] | None:
         """The log weight of each slot for the G query heads of its owner, without `slopes`: `attend` adds those."""
         if self.log_weight is None:
             return None
@@ -136,10 +136,7 @@ class Pool(Storage):
         reads: Reads | None = None,
         *,
         rotate: Rotate,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-        slopes: Any = None,
+        logits: Logits = Logits(),
         own: bool = False,
     ) -> Attention:
         """Attention of rows; statistics "B K ... P" are 0 in the slots of other heads.
@@ -147,16 +144,16 @@ class Pool(Storage):
         A decode row reads the pool itself. Several rows, indices of slots and ALiBi read the view, where every head has
         P slots.
         """
-        reads, K, how = reads or Reads(), self.ends.shape[1], {"scale": scale, "softcap": softcap, "window": window}
+        reads, K = reads or Reads(), self.ends.shape[1]
         indices = reads.visible is not None and reads.visible.dtype != bool
-        if q.shape[2] > 1 or indices or slopes is not None:
-            return self.view().attend(q, pos, statistics, reads, rotate=rotate, slopes=slopes, **how)
+        if q.shape[2] > 1 or indices or logits.slopes is not None:
+            return self.view().attend(q, pos, statistics, reads, rotate=rotate, logits=logits)
         mine = self._mine()
         read, bias = self._of_row(pos, reads, mine, q.shape[1] // K)
 
         def attention(q, k, v, owner, pos, read, statistics, bias) -> Attention:
-            numbers = {"num_kv_heads": K, "in_order": True, "bias": bias}
-            return pooled_attention(q, k, v, owner, pos, read, statistics, **numbers, **how)
+            how = {"num_kv_heads": K, "in_order": True, "bias": bias, "logits": logits}
+            return pooled_attention(q, k, v, owner, pos, read, statistics, **how)
 
         rows = q, self.keys(rotate), self.v, self.owner, pos, read, statistics, bias
         found = apart(self.how.mesh, attention, *rows, axes=self.axes)
