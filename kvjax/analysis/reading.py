@@ -290,21 +290,10 @@ class _Following:
 
     attend: Attend
 
-    def __call__(
-        self,
-        kv: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        rotate: Any,
-        out_proj: Any = None,
-        logits: Logits = Logits(),
-        **how: Any,
-    ) -> Any:
-        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, logits=logits, **how)
-        T, F = kv.pos.shape[2], q.shape[2]
-        return out, after, Later(q, k, v, out, mass[..., :T] / F, out_proj, logits, rotate)
+    def __call__(self, kv: Any, q: Any, k: Any, v: Any, *, out_proj: Any = None, **how: Any) -> Any:
+        out, after, ((mass,), _) = self.attend(kv, q, k, v, out_proj=out_proj, **how)
+        mass, logits = mass[..., : kv.pos.shape[2]] / q.shape[2], how.get("logits", Logits())
+        return out, after, Later(q, k, v, out, mass, out_proj, logits, how["rotate"])
 
 
 def read(

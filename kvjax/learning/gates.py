@@ -61,8 +61,7 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
         row, key = pos[:, None, None, :, None], pos[:, None, None, None]
         if logits.slopes is not None:
             x = x + jnp.asarray(logits.slopes, dtype).reshape(1, K, -1, 1, 1) * (key - row).astype(dtype)
-        sees = (key >= 0) & (key <= row)
-        sees = sees if logits.window is None else sees & (row - key < logits.window)
+        sees = logits.visible(pos, pos[:, None])[:, :, None]
         near = sees & ((key < sinks) | (row - key < recent))
         gate = gates[layer].astype(dtype)[None, :, None, None, None]
         p = gate * _softmax(x, sees) + (1 - gate) * _softmax(x, near)

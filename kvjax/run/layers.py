@@ -84,12 +84,11 @@ class Attend:
         lost = () if slots is None else (((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any(2),)
         kv = kv.append(k, v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
-        capped = dataclasses.replace(logits, slopes=None)
 
         def inputs(kv: Storage) -> AttentionInputs:
             turned = rotate(q, jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None])
             view, raw_k = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None
-            more = capped, kv.bias(G, logits.slopes), raw_k
+            more = dataclasses.replace(logits, slopes=None), kv.bias(G, logits.slopes), raw_k
             return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, *more)
 
         at, view = inputs(kv), kv.told(rotate)

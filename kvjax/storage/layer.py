@@ -247,8 +247,7 @@ def _written_out(
     """Attention whose rows read different slots, by the whole T x S matrix, as in `pallas_kernels.reference`."""
     (B, N, T, H), K, dtype = q.shape, k.shape[1], q.dtype
     q, k, v = (y.astype(accumulator(dtype)) for y in (q, k, v))
-    x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k)
-    x = logits.of(x, H)
+    x = logits.of(jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k), H)
     x = x if bias is None else x + bias.reshape(B, K, N // K, 1, -1)
     row, wide = q_pos[:, None, :, None], lambda y: jnp.broadcast_to(y, kv_pos.shape)[:, :, None]
     if reads.log_weight is not None:
