@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.budgets import LONGEST, Even, Schedule
 from kvjax.contract import (
     MOST,
-    UNSCORED,
     AttentionInputs,
     Context,
     Count,
@@ -411,26 +410,17 @@ def apply_decision(kv: LayerView, decision: Decision) -> LayerView:
         if getattr(x, "shape", None) != shapes[n]:
             what = f"of shape {x.shape}" if hasattr(x, "shape") else f"as a {type(x).__name__}"
             raise ValueError(f"a decision gives {n} {what}, but the layer has {n} of shape {shapes[n]}; give all of it")
-    keep = decision.keep
-    if decision.unscored is not None:  # of such a head a token stays in any case, to bear the mark
-        keep = keep | (decision.unscored[..., None] & (kv.pos == kv.pos.max(-1, keepdims=True)))
-    kv = kv.keep(keep)
-    if decision.unscored is not None:
-        kv = kv.replace(pos=jnp.where(decision.unscored[..., None] & kv.live, UNSCORED, kv.pos))
-    return kv.replace(**{n: x.astype(getattr(kv, n).dtype) for n, x in written.items()})
+    fault = kv.fault if decision.unscored is None else kv.fault | decision.unscored
+    fields = {n: x.astype(getattr(kv, n).dtype) for n, x in written.items()}
+    return kv.keep(decision.keep).replace(fault=fault, **fields)
 
 
 def _with_shares(kv: LayerView, shares: Int[Array, "B K"]) -> LayerView:
     return kv.replace(memory=Tree(**{**vars(kv.memory), "shares": shares}))
 
 
-def unscored(kv: Any) -> Bool[Array, "B K"]:
-    """The heads that evicted tokens of the prompt, though no score was a number."""
-    return (kv.view().pos == UNSCORED).any(-1)
-
-
 def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0) -> None:
-    """Refuses a layer whose kept tokens are unscored, over the budget, or not numbers (outside of `jit`).
+    """Refuses a layer with a `fault`, or whose kept tokens are over the budget, or not numbers (outside of `jit`).
 
     Args:
       policy: the layer's policy.
@@ -443,7 +433,7 @@ def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0
       ValueError: tokens of the prompt went, though no score was a number; a selection kept more tokens than its budget;
         what was written to slots that stay is not a number.
     """
-    if (lost := np.asarray(unscored(kv))).any():
+    if (lost := np.asarray(kv.fault)).any():
         names = ", ".join(dict.fromkeys(type(p.score).__name__ for p in evicts(policy))) or type(policy).__name__
         raise ValueError(
             f"{names} gives no token a score that is a number (NaN in layer {layer}, in {lost.sum()} of {lost.size} kv "

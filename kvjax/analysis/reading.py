@@ -162,7 +162,7 @@ class Reading:
                 f"{(B, N, T)} of query heads; give one value a slot"
             )
         if keep.shape[1] != K:
-            kv = kv.replace(**{n: jnp.repeat(getattr(kv, n), N // K, axis=1) for n in ("k", "v", "pos")})
+            kv = kv.replace(**{n: jnp.repeat(getattr(kv, n), N // K, axis=1) for n in ("k", "v", "pos", "fault")})
         if keep.dtype == bool:
             return kv.keep(keep)
         if not jnp.issubdtype(keep.dtype, jnp.floating):

@@ -229,7 +229,7 @@ class ByHead(_Members):
             return kv
         if any(x.channels is not kv.channels for x in found):
             raise ValueError("a member for some heads drops key channels, which a layer stores alike in all its heads")
-        picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", *self.writes)}
+        picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", "fault", *self.writes)}
         return kv.replace(memory=tuple(x.memory for x in found), **picked)
 
     def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
@@ -378,7 +378,7 @@ class SharedLayers(Policy):
         own = self.policy.observe(ctxs[0].phase)
         total = Stats((o, jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats))) for o in own)
         first = self.policy.update(layers[0], total, ctxs[0])
-        same = {name: getattr(first, name) for name in ("pos", "memory", "channels", *self.writes)}
+        same = {name: getattr(first, name) for name in ("pos", "fault", "memory", "channels", *self.writes)}
         return tuple(kv.replace(**same) for kv in layers)
 
 

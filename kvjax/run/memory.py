@@ -33,7 +33,7 @@ class Memory:
 
     Attributes:
       run: what was planned: sequences, tokens, dtype.
-      keys_values, positions: of all slots, dead ones included.
+      keys_values, positions: of all slots, dead ones included; with the positions, which heads have a fault.
       remembered: what the policy remembers of slots and heads.
       weights: log weights of slots, the channels that thin keys have left, the ends of heads in a pool.
       sequences: lengths, keys of draws, the policy's budgets and learned parameters.
@@ -124,7 +124,7 @@ def plan_memory(
     return Memory(
         run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
         keys_values=_bytes([(kv.k, kv.v) for kv in layers]),
-        positions=_bytes([kv.pos for kv in layers]),
+        positions=_bytes([(kv.pos, kv.fault) for kv in layers]),
         remembered=_bytes([kv.memory for kv in layers]),
         weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
         sequences=_bytes(dataclasses.replace(state, layers=())),

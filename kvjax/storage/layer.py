@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.contract import EMPTY, LAST, UNSCORED, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
 from kvjax.pallas_kernels import attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -62,7 +62,8 @@ class Layer(Storage):
     def _put(self, view: LayerView, changed: dict[str, Array]) -> "Layer":
         if "k" in changed and self._packed:
             changed["k"] = jnp.take_along_axis(changed["k"], cast(Array, self.channels)[:, :, None], -1)
-        return self.replace(pos=view.pos, memory=view.memory, channels=view.channels, **changed)
+        told = {n: getattr(view, n) for n in ("pos", "fault", "memory", "channels")}
+        return self.replace(**told, **changed)
 
     # Whether keys have the channels alone that are left.
     _packed = property(lambda self: self.channels is not None and self.channels.shape[-1] == self.k.shape[-1])
@@ -326,19 +327,18 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-    """A different dead slot for each row but padding; S where there is none, or in `unscored` heads.
+    """A different dead slot for each row but padding; S where there is none.
 
     One row, that of a decode step, finds in one pass over `held` whether it has a slot and which.
     """
     S = held.shape[2]
     if pos.shape[1] == 1:
         slot = jnp.where(held == EMPTY, lax.broadcasted_iota(jnp.int32, held.shape, 2), S)
-        first = jnp.where(held == UNSCORED, -1, slot).min(-1, keepdims=True)
-        return jnp.where(first < 0, S, first)
-    free, lost = held == EMPTY, (held == UNSCORED).any(-1, keepdims=True)
+        return slot.min(-1, keepdims=True)
+    free = held == EMPTY
     order = jnp.argsort(~free, axis=-1, stable=True)
     nth, real = jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1, (pos != EMPTY)[:, None]
-    fits = real & (nth < free.sum(-1, keepdims=True)) & ~lost
+    fits = real & (nth < free.sum(-1, keepdims=True))
     return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
 
 
@@ -379,4 +379,5 @@ def empty(
     weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
     how = Keeps(*where, tuple(writes), per_head)
-    return Layer(zeros, zeros, jnp.full(zeros.shape[:3], EMPTY, jnp.int32), arrays, weight, how=how)
+    pos, fault = jnp.full(zeros.shape[:3], EMPTY, jnp.int32), jnp.zeros((batch, K), bool)
+    return Layer(zeros, zeros, pos, fault, arrays, weight, how=how)

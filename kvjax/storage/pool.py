@@ -69,11 +69,12 @@ class Pool(Storage):
         spread = lambda x: jnp.where(mine.reshape(mine.shape + (1,) * (x.ndim - 2)), x[:, None], zero(x))
         weight = None if self.log_weight is None else spread(self.log_weight)
         k, v, memory = copy(self.k), copy(self.v), self.how.of_slots(spread, self.memory)
-        return Layer(k, v, self.head_pos, memory, weight, how=self.how)
+        return Layer(k, v, self.head_pos, self.fault, memory, weight, how=self.how)
 
     def _put(self, view: LayerView, changed: dict[str, Array]) -> "Pool":
         written = {n: self._own(x) for n, x in changed.items()}
-        return self.replace(pos=self._own(view.pos), memory=self.how.of_slots(self._own, view.memory), **written)
+        memory = self.how.of_slots(self._own, view.memory)
+        return self.replace(pos=self._own(view.pos), fault=view.fault, memory=memory, **written)
 
     def _own(self, x: Shaped[Array, "B K P *rest"]) -> Shaped[Array, "B P *rest"]:
         """Each slot's entry for the head that owns it, of an array with all slots in every head."""
@@ -212,7 +213,7 @@ def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
 
     weight = None if kv.log_weight is None else move(kv.log_weight)
     k, v, pos, ends = move(kv.k), move(kv.v), move(kv.pos, EMPTY), ends.astype(jnp.int32)
-    return Pool(k, v, pos, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
+    return Pool(k, v, pos, kv.fault, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
 
 
 def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> Int[Array, "B K"]:
