@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import compose, methods, models, plan
+from kvjax import compose, methods, models
 from kvjax.contract import LAST
 from kvjax.generation import generate as generating
 from kvjax.generation import sampling

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods, plan
+from kvjax import methods
 from kvjax.budgets import STEP, Schedule
+from kvjax.compose.evict import Evict
 from kvjax.contract import Layout, PerSlot, Policy, Reads, Rewrite
-from kvjax.evict import Evict
 from kvjax.observe import Rows, segment_sum
 from kvjax.scores.attention import Accumulated
 from tests import table, tensors, test_readme

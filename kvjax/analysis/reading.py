@@ -19,15 +19,15 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
+from kvjax.compose.evict import LARGE, Evict, check_kept
 from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Policy, Rotate, Stats
-from kvjax.evict import LARGE, Evict, check_kept
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan
 from kvjax.run.apply import stored_for_policy, update_layers, with_policy
 from kvjax.run.checks import check_model, check_prompts, check_rows, traced
 from kvjax.run.layers import Attend, embed, layer_step
+from kvjax.run.plan import Plan
 from kvjax.run.prefill_each import Stored, read_whole, stored_as
 from kvjax.run.state import AttnStats, State, row_keys
 from kvjax.storage import Layer, Storage
@@ -259,7 +259,7 @@ def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decisi
         own = ctx.hparams[0] if isinstance(policy, AcrossLayers) else ctx.hparams
         return _ranked(policy.policy, kv, stats, dataclasses.replace(ctx, hparams=own))
     if isinstance(policy, Evict):
-        return _of_evict(policy, policy.updated(kv, stats, ctx), stats, ctx) if policy.when.prefill else None
+        return _of_evict(policy, policy.update_memory(kv, stats, ctx), stats, ctx) if policy.when.prefill else None
     if isinstance(policy, ByHead):
         own = [policy.own(i, kv, ctx) for i in range(len(policy.members))]
         each = [_ranked(p, view, stats, here) for p, (view, here) in zip(policy.members, own, strict=True)]

@@ -50,7 +50,7 @@ class Filter(Value):
 
 
 class Chain(Filter):
-    """Filters in turn; made by `chain`.
+    """Filters in turn, from left to right; `Chain()` changes nothing.
 
     Attributes:
       filters: the first one first.
@@ -66,18 +66,6 @@ class Chain(Filter):
         for f in self.filters:
             logits = f(logits, seen)
         return logits
-
-
-def chain(*filters: Filter) -> Filter:
-    """Filters in turn, from left to right; `chain()` changes nothing.
-
-    Raises:
-      ValueError: what is no filter.
-    """
-    if wrong := [f for f in filters if not isinstance(f, Filter)]:
-        raise ValueError(f"{wrong[0]!r} is no filter; give such as TopK(20), and the chain to Categorical(filter)")
-    flat = [g for f in filters for g in (f.filters if isinstance(f, Chain) else (f,))]
-    return flat[0] if len(flat) == 1 else Chain(tuple(flat))
 
 
 class RepetitionPenalty(Filter):
@@ -261,13 +249,14 @@ class Sample(Sampler):
     @property
     def filter(self) -> Filter:
         """The filters that the options name."""
-        return chain(
-            *([] if self.repetition_penalty == 1 else [RepetitionPenalty(self.repetition_penalty)]),
+        each = (
+            None if self.repetition_penalty == 1 else RepetitionPenalty(self.repetition_penalty),
             Temperature(self.temperature),
-            *([] if self.top_k is None else [TopK(self.top_k)]),
-            *([] if self.top_p == 1 else [TopP(self.top_p)]),
-            *([] if self.min_p == 0 else [MinP(self.min_p)]),
+            None if self.top_k is None else TopK(self.top_k),
+            None if self.top_p == 1 else TopP(self.top_p),
+            None if self.min_p == 0 else MinP(self.min_p),
         )
+        return Chain(tuple(f for f in each if f is not None))
 
 
 def seen_tokens(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], vocab_size: int) -> Bool[Array, "B V"]:

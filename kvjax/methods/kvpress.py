@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
+from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk, TwoStage
-from kvjax.evict import Evict
 from kvjax.methods.counts import FloorThenGlobal, InclusivePyramid, Truncated
 from kvjax.methods.keys import capkv, compactor, curdkv, expected_attention, keydiff, knorm, kvzap, lagkv
 from kvjax.methods.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels

@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array
 
 from kvjax.budgets import known
+from kvjax.compose.evict import Evict
 from kvjax.contract import AttentionInputs, Count, Prompts, resolve, value
 from kvjax.decide.select import ThenRandom
-from kvjax.evict import Evict
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated
 

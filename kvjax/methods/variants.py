@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kvjax.budgets import STEP, Above, Adaptive, Combined, Of, Schedule, Share
 from kvjax.compose import shared_layers
 from kvjax.compose.across import AcrossLayers
+from kvjax.compose.evict import Evict
 from kvjax.contract import (
     Amount,
     AtLeastOne,
@@ -22,7 +23,6 @@ from kvjax.contract import (
     Score,
     Size,
 )
-from kvjax.evict import Evict
 from kvjax.methods.attention import ahakv, h2o, keyformer, r_kv, roco, scissorhands, tova
 from kvjax.methods.counts import FloorPyramid, HalfEven, Normalized, Truncated
 from kvjax.methods.hidden import FirstLayers, dilated_window

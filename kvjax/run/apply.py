@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from kvjax.compose.evict import check_kept
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
-from kvjax.evict import check_kept
 from kvjax.observe import Keys, Reread
-from kvjax.plan import Plan, learns, own_params, planned
+from kvjax.run.plan import Plan, learns, own_params, planned
 from kvjax.storage import Storage, empty, to_pool
 
 

@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.contract import Policy
-from kvjax.plan import Plan, infos_of, planned
 from kvjax.run.checks import traced
+from kvjax.run.plan import Plan, infos_of, planned
 
 _LEAST = 16
 

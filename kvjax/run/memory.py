@@ -17,9 +17,9 @@ from jaxtyping import Int
 from kvjax.contract import Amount, Policy, Size
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.xla import head_block_size
-from kvjax.plan import Plan, infos_of, init_policy_params, planned
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
+from kvjax.run.plan import Plan, infos_of, init_policy_params, planned
 from kvjax.run.reread import after_replay, block_rows, rereads
 from kvjax.run.state import AttnStats, State, empty_state, row_keys
 from kvjax.storage import Storage

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
+from kvjax.compose.evict import evicts
 from kvjax.contract import LAST, Context, Phase, Policy, Stats
 from kvjax.decide.rewrite import Match
-from kvjax.evict import evicts
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan, fitted, own_params
 from kvjax.run import apply
+from kvjax.run.plan import Plan, fitted, own_params
 from kvjax.storage import Storage, empty
 
 

@@ -27,9 +27,9 @@ from safetensors.flax import save_file
 
 from kvjax.contract import MOST, Policy, Size
 from kvjax.pallas_kernels.kinds import Amount, check_fields
-from kvjax.plan import infos_of, planned
 from kvjax.run.checks import check_model
 from kvjax.run.memory import read_shapes
+from kvjax.run.plan import infos_of, planned
 from kvjax.run.state import State
 
 _Path = str | os.PathLike[str]

@@ -307,7 +307,7 @@ class Evict(Policy):
         later = jnp.where((before < 0) & goes, lasting, before)
         return jnp.where(later < 0, found, later), later
 
-    def updated(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+    def update_memory(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after its parts' memory was updated by the rows just read."""
         slots = Slots(kv, stats, ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
         return kv.replace(memory=updated_parts(self, slots))
@@ -315,7 +315,7 @@ class Evict(Policy):
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         if ctx.phase == "decode" and not self.when.decodes:
             return kv
-        kv = self.updated(kv, stats, ctx)
+        kv = self.update_memory(kv, stats, ctx)
         if ctx.phase == "decode":
             return kv if self.when.before else self._after_step(kv, stats, ctx)
         return self._evicted(kv, stats, ctx) if self.when.prefill else kv
@@ -468,10 +468,20 @@ def _of_prompts(part: Part) -> Part | None:
     return next((found for x in children(part) if (found := _of_prompts(x))), None)
 
 
+def _inside(x: Any) -> list[Policy]:
+    """A policy, or a tuple of policies, and those that they are made of."""
+    if isinstance(x, tuple):
+        return [p for y in x for p in _inside(y)]
+    if not isinstance(x, Policy):
+        return []
+    return [x, *_inside(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))]
+
+
 def evicts(x: Any) -> list[Evict]:
     """The `Evict` policies inside of a policy, or of a tuple of policies."""
-    if isinstance(x, tuple):
-        return [p for y in x for p in evicts(y)]
-    if isinstance(x, Evict) or not isinstance(x, Policy):
-        return [x] if isinstance(x, Evict) else []
-    return evicts(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))
+    return [p for p in _inside(x) if isinstance(p, Evict)]
+
+
+def having(policy: Policy, field: str) -> list[Any]:
+    """The policies inside of one that have a field."""
+    return [p for p in _inside(policy) if hasattr(p, field)]
