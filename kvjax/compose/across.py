@@ -294,7 +294,7 @@ class AcrossLayers(_Joint):
         evict, found, mine = self.policy, [], [*map(self._own, ctxs)]
         layers = tuple(map(evict.update_memory, layers, stats, mine))
         for kv, s, ctx, here in zip(layers, stats, ctxs, mine, strict=True):
-            slots, score, outside = evict.ranked(kv, s, here)
+            (slots, score, _), outside = evict.ranked(kv, s, here), evict.outside(here)
             own, largest, least = ctx.hparams
             average, most = own.budget - outside, jnp.maximum(own.budget, largest.budget) - outside
             least = jnp.maximum(least - outside, (outside == 0).astype(jnp.int32))  # no layer is left without a token

@@ -202,7 +202,7 @@ class Evict(Policy):
 
     def ranked(
         self, kv: LayerView, stats: Stats, ctx: Context, *, entering: bool = False, at_most_one: bool = False
-    ) -> tuple[Slots, Float[Array, "B K S"], Int[Array, "B"]]:
+    ) -> tuple[Slots, Float[Array, "B K S"], Bool[Array, "B K"]]:
         """The slots, with finite scores of all candidates.
 
         Args:
@@ -211,15 +211,8 @@ class Evict(Policy):
           at_most_one: whether no head exceeds its budget by more than one token.
 
         Returns:
-          The slots, their scores without a gradient, and how many tokens of each head are outside of the competition.
+          The slots, their scores without a gradient, and heads of which no candidate's score is a number.
         """
-        slots, score, _ = self._ranked(kv, stats, ctx, entering, at_most_one)
-        return slots, score, self._outside(ctx)
-
-    def _ranked(
-        self, kv: LayerView, stats: Stats, ctx: Context, entering: bool, at_most_one: bool
-    ) -> tuple[Slots, Float[Array, "B K S"], Bool[Array, "B K"]]:
-        """(slots, finite scores without a gradient, heads of which no candidate's score is a number)."""
         hparams = ctx.hparams
         first, last = hparams.sinks[:, None, None], (ctx.length - hparams.recent)[:, None, None]
         newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
@@ -236,7 +229,7 @@ class Evict(Policy):
             score = jnp.where(kv.pos > (ctx.length - int(entering) - ctx.window)[:, None, None], score, -LARGE)
         return slots, lax.stop_gradient(score), unscored
 
-    def _outside(self, ctx: Context) -> Int[Array, "B"]:
+    def outside(self, ctx: Context) -> Int[Array, "B"]:
         """Tokens that each head keeps in any case."""
         hparams = ctx.hparams
         return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, int(self.when.before)), hparams.budget)
@@ -260,9 +253,9 @@ class Evict(Policy):
           entering, at_most_one: as for `ranked`.
           drop: the fewest tokens that a head loses.
         """
-        slots, score, unscored = self._ranked(kv, stats, ctx, entering, at_most_one)
+        slots, score, unscored = self.ranked(kv, stats, ctx, entering=entering, at_most_one=at_most_one)
         now, later = self._divided(score, slots) if shares is None else (shares, shares)
-        budgets = jnp.broadcast_to(now + self._outside(ctx)[:, None], kv.pos.shape[:2])
+        budgets = jnp.broadcast_to(now + self.outside(ctx)[:, None], kv.pos.shape[:2])
         if drop is not None:
             budgets = jnp.clip(kv.num_live - drop, 0, budgets)
         keep = self.select(score, budgets, slots.of("select"))
@@ -279,7 +272,7 @@ class Evict(Policy):
             keep = whole = some = keep | (slots.protected & fits[:, None, None])
         goes, chosen = (kv.live & ~whole).any(-1), (slots.candidates & some).any(-1)
         if self.heads is not None or shares is not None:  # scores decide too how much a head gets
-            chosen = chosen | (ctx.hparams.budget > self._outside(ctx))[:, None]
+            chosen = chosen | (ctx.hparams.budget > self.outside(ctx))[:, None]
         unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
         decision = Decision(keep, score, budgets, log_weight=weight, unscored=unscored)
         if self.rewrite is None:
@@ -293,7 +286,7 @@ class Evict(Policy):
 
     def _divided(self, score: Float[Array, "B K S"], slots: Slots) -> tuple[Int[Array, "B _"], Int[Array, "B _"]]:
         """The shares of heads at this eviction and at later ones, below 0 until something is evicted."""
-        ctx, outside = slots.ctx, self._outside(slots.ctx)
+        ctx, outside = slots.ctx, self.outside(slots.ctx)
         average = ctx.hparams.budget - outside
         if self.heads is None:
             return average[:, None], average[:, None]
@@ -328,7 +321,7 @@ class Evict(Policy):
             decision, shares = self.choose(kv, stats, ctx, **how)
         else:
             before, budget = kv.memory.shares, ctx.hparams.budget[:, None]
-            here = jnp.where(before < 0, budget - self._outside(ctx)[:, None], before)
+            here = jnp.where(before < 0, budget - self.outside(ctx)[:, None], before)
             same = lambda: (self.choose(kv, stats, ctx, here, at_most_one=at_most_one, **how)[0], before)
             anew = ((before < 0) & (kv.num_live > budget)).any()
             decision, shares = lax.cond(anew, lambda: self.choose(kv, stats, ctx, **how), same)
@@ -359,7 +352,7 @@ class Evict(Policy):
         budget = ctx.hparams.budget[:, None]
         if not self._keeps_shares:
             return budget
-        return jnp.where(kv.memory.shares < 0, budget, kv.memory.shares + self._outside(ctx)[:, None])
+        return jnp.where(kv.memory.shares < 0, budget, kv.memory.shares + self.outside(ctx)[:, None])
 
     def _due(self, kv: LayerView, ctx: Context) -> tuple[Bool[Array, "B K"], Int[Array, "B 1"] | None]:
         """(which heads evict at this step, the fewest tokens that they lose)."""

@@ -250,17 +250,15 @@ class ByHead(_Members):
         each = self._each_reads(kv, inputs, ctx)
         if all(x is None for x in each):
             return None
-        each, wide = (
-            [x or Reads() for x in each],
-            lambda x, fill: jnp.broadcast_to(jnp.asarray(fill if x is None else x), kv.pos.shape),
-        )
+        each = [x or Reads() for x in each]
+        wide = lambda x, fill: jnp.broadcast_to(jnp.asarray(fill if x is None else x), kv.pos.shape)
         if any(x.visible is not None and x.visible.dtype != bool for x in each):
             raise ValueError("a member for some heads names slots to read; let it give a mask")
-        pick = lambda name, fill: (
-            self.pick([wide(getattr(x, name), fill) for x in each])
-            if any(getattr(x, name) is not None for x in each)
-            else None
-        )
+
+        def pick(name: str, fill: Any) -> Array | None:
+            given = [getattr(x, name) for x in each]
+            return None if all(x is None for x in given) else self.pick([wide(x, fill) for x in given])
+
         weight = pick("log_weight", 0.0)
         delay = 0 if weight is None else self.pick([wide(x.delay, 0) for x in each])
         return Reads(pick("visible", True), pick("until", LAST), weight, delay)

@@ -6,25 +6,20 @@ Filters do what the logits processors of their names do in transformers, which a
 Letters: B batch, T tokens, V vocabulary.
 """
 
-import numbers
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.contract import Value
-from kvjax.contract.checks import positive, whole
+from kvjax.contract import Positive, Proportion, Size, Value
+from kvjax.pallas_kernels.kinds import Range
 
 _Logits = Float[Array, "B V"]
 _Seen = Bool[Array, "B V"] | None
 
 
-def _check_share(name: str, p: float) -> None:
-    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 < p <= 1:
-        raise ValueError(
-            f"{name}={p!r} must be a probability mass above 0 and at most 1; leave it out to keep all tokens"
-        )
+_Share = Annotated[float, Range(0, 1, above=True)]
 
 
 class Filter(Value):
@@ -77,10 +72,7 @@ class RepetitionPenalty(Filter):
       penalty: above 1 against repetition, below 1 for it.
     """
 
-    penalty: float
-
-    def __post_init__(self):
-        positive("repetition_penalty", self.penalty)
+    penalty: Positive
 
     @property
     def reads_seen(self) -> bool:
@@ -100,10 +92,7 @@ class Temperature(Filter):
       temperature: below 1 for likelier tokens, above 1 for more even draws.
     """
 
-    temperature: float
-
-    def __post_init__(self):
-        positive("temperature", self.temperature)
+    temperature: Positive
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         return logits.astype(jnp.float32) / self.temperature
@@ -116,10 +105,7 @@ class TopK(Filter):
       k: how many.
     """
 
-    k: int
-
-    def __post_init__(self):
-        whole("top_k", self.k)
+    k: Size
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         logits = logits.astype(jnp.float32)
@@ -136,10 +122,7 @@ class TopP(Filter):
       p: the probability mass (nucleus sampling, arXiv 1904.09751).
     """
 
-    p: float
-
-    def __post_init__(self):
-        _check_share("top_p", self.p)
+    p: _Share
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         logits = logits.astype(jnp.float32)
@@ -159,10 +142,7 @@ class MinP(Filter):
       p: the share.
     """
 
-    p: float
-
-    def __post_init__(self):
-        _check_share("min_p", self.p)
+    p: _Share
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
@@ -237,14 +217,11 @@ class Sample(Sampler):
       repetition_penalty: makes tokens that were seen less likely; 1 for none.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self):
-        self.filter  # noqa: B018, it refuses nonsense
+    temperature: Positive = 1.0
+    top_k: Size | None = None
+    top_p: _Share = 1.0
+    min_p: Proportion = 0.0
+    repetition_penalty: Positive = 1.0
 
     @property
     def filter(self) -> Filter:

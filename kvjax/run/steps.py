@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 
 from kvjax.contract import Amount, Policy, Size
 from kvjax.run.apply import check_layers_kept, check_lost, evict_layers
-from kvjax.run.buckets import plan_request
 from kvjax.run.checks import (
     as_array,
     check_block,
@@ -34,7 +33,7 @@ from kvjax.run.checks import (
 )
 from kvjax.run.layers import step
 from kvjax.run.mesh import check_mesh, on_mesh, placed
-from kvjax.run.plan import Plan
+from kvjax.run.plan import Plan, plan_request
 from kvjax.run.reread import check_rereads, repeated, rereads
 from kvjax.run.state import Prompts, State, empty_state, row_keys
 

@@ -174,7 +174,7 @@ class Layer(Storage):
                 raise ValueError("indices of slots cannot be combined with until or log_weight; give a mask")
             if q.shape[2] > 1:
                 return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
-            read, bias = _of_row(pos[:, :, None], read, bias, reads, G)
+            read, bias = of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
             return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, own=own, **how)
         slot = jnp.maximum(index, 0)
@@ -234,7 +234,7 @@ def linear_bias(slopes: Any, places: Int[Array, "B K S"]) -> Float[Array, "B N S
     return slopes[None, :, None] * jnp.repeat(behind, group, 1).astype(jnp.float32)
 
 
-def _of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
+def of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
     """(positions of the slots that one row "B 1 1" reads, what is added to their logits)."""
     read = read if reads.until is None else jnp.where(row < reads.until, read, EMPTY)
     if reads.log_weight is None:

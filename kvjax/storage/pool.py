@@ -10,7 +10,7 @@ from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.pallas_kernels import pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.storage.layer import Layer, dead_slots, in_order, write_rows
+from kvjax.storage.layer import Layer, dead_slots, in_order, of_row, write_rows
 from kvjax.storage.mesh import DATA, apart
 from kvjax.storage.protocol import Keeps, Storage
 
@@ -137,18 +137,16 @@ class Pool(Storage):
         reads: Reads | None = None,
         *,
         rotate: Rotate,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
         slopes: Any = None,
         own: bool = False,
+        **how: Any,
     ) -> Attention:
         """Attention of rows; statistics "B K ... P" are 0 in the slots of other heads.
 
         A decode row reads the pool itself. Several rows, indices of slots and ALiBi read the view, where every head has
         P slots.
         """
-        reads, K, how = reads or Reads(), self.ends.shape[1], {"scale": scale, "softcap": softcap, "window": window}
+        reads, K = reads or Reads(), self.ends.shape[1]
         indices = reads.visible is not None and reads.visible.dtype != bool
         if q.shape[2] > 1 or indices or slopes is not None:
             return self.view().attend(q, pos, statistics, reads, rotate=rotate, slopes=slopes, **how)
@@ -170,14 +168,12 @@ class Pool(Storage):
 
     def _of_row(self, row: Array, reads: Reads, mine: Array, group: int) -> tuple[Array, Array | None]:
         """(positions of the slots that one row "B 1" reads, what is added to their logits "B G P")."""
-        read, bias = self.pos, self.bias(group)
-        read = read if reads.visible is None else jnp.where((reads.visible & mine).any(1), read, EMPTY)
-        read = read if reads.until is None else jnp.where(row < self._own(reads.until), read, EMPTY)
-        if reads.log_weight is None:
-            return read, bias
-        own = lambda x: self._own(jnp.broadcast_to(x, mine.shape))
-        more = jnp.where(row - self.pos >= own(reads.delay), own(reads.log_weight), 0.0)[:, None]
-        return read, jnp.broadcast_to(more, (len(more), group, more.shape[2])) + (0.0 if bias is None else bias)
+        read = self.pos if reads.visible is None else jnp.where((reads.visible & mine).any(1), self.pos, EMPTY)
+        own = lambda x: self._own(jnp.broadcast_to(x, mine.shape))[:, None]
+        until, weight = (None if x is None else own(x) for x in (reads.until, reads.log_weight))
+        reads = Reads(None, until, weight, own(reads.delay))
+        read, bias = of_row(row[:, None], read[:, None], self.bias(group), reads, group)
+        return read[:, 0], bias
 
     def compact(self, capacity: int) -> Storage:
         return self.view().compact(capacity)
