@@ -13,7 +13,7 @@ from kvjax.contract import LAST
 from kvjax.generation import generate as generating
 from kvjax.generation import sampling
 from kvjax.observe import Reread
-from kvjax.run import steps
+from kvjax.run import plan, steps
 from kvjax.text import files
 from tests.marks import slow_but
 

@@ -40,15 +40,13 @@ class Reader(Iterator[np.ndarray]):
         self._model, self._params, self._chunk, self._lent = model, params, chunk, False
         self._tokens = iter(tokens)
         self._waiting: list[Any] = []
-        self._at: Decoding | None
+        self._at: Decoding | None = None
         prompt = self._next(width)
         if not prompt.size:
             raise ValueError("there are no tokens to read; give at least one, such as BOS")
         B, T = prompt.shape
         lengths = np.full(B, T, np.int32)
-        prompts = Prompts(prompt, lengths)
-        self._logits, self._state = read_endless(model, params, prompts, policy, key=key)
-        self._at = None
+        self._logits, self._state = read_endless(model, params, Prompts(prompt, lengths), policy, key=key)
         self._waiting, self.num_tokens, self._prompt = [], T, lengths
         self._ready: list[np.ndarray] = []  # losses that nobody has got yet
 

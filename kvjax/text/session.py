@@ -125,9 +125,7 @@ class Session:
             "block": block,
             "buckets": buckets,
         }
-        self._planned = self._options["max_turns"] * (
-            self._options["max_question_tokens"] + self._options["max_new_tokens"]
-        )
+        self._planned = max_turns * (max_question_tokens + max_new_tokens)
         self._dialogues: tuple[Dialogue, ...] = ()
         self._state: Any = None
         self._compiled: set[Any] = set()  # of which questions

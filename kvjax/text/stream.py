@@ -253,7 +253,7 @@ def read_endless(
             f"{held(*many):,} for twice as many; without an end, use a policy that evicts while decoding, such as "
             "kvjax.methods.h2o(512), or give a number of tokens"
         )
-    check_positions(model.config, few[0], np.asarray(prompts.lengths), 0)
+    check_positions(model.config, few[0], np.asarray(prompts.lengths), 0, how.get("block"))
     how |= {"plan": few[0], "warns": False}
     logits, state = read_prompts(model, params, prompts, policy, HORIZON, **how)
     return logits, dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))
