@@ -89,8 +89,6 @@ class Layer(Storage):
         return jnp.argsort(jnp.argsort(jnp.where(self.live, self.pos, LAST), axis=-1), axis=-1)
 
     def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-        if self.how.mesh is None:
-            return dead_slots(self.pos, pos)
         each = jnp.broadcast_to(pos[:, None], (*self.pos.shape[:2], pos.shape[1]))
         return apart(self.how.mesh, lambda held, pos: dead_slots(held, pos[:, 0]), self.pos, each)
 
@@ -104,9 +102,8 @@ class Layer(Storage):
         if self._packed:
             k = jnp.take_along_axis(k, cast(Array, self.channels)[:, :, None], -1)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        if slots is None or self.how.mesh is None:
-            return self._filled(k, v, each, slots)
-        return apart(self.how.mesh, Layer._filled, self, k, v, each, slots)
+        mesh = None if slots is None else self.how.mesh
+        return apart(mesh, Layer._filled, self, k, v, each, slots)
 
     def _filled(self, k: Array, v: Array, pos: Array, slots: Array | None) -> "Layer":
         """Writes new rows to these slots, or behind all; a single row, that of a decode step, without an axis for rows.

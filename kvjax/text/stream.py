@@ -240,7 +240,7 @@ def stream(
 def read_endless(
     model: Any, params: PyTree[Any], prompts: Prompts, policy: Policy, **how: Any
 ) -> tuple[Float[Array, "B V"], State]:
-    """Reads prompts that were checked (`read_prompts`), and a state whose new tokens are limited by positions alone.
+    """Reads prompts that were checked into a state whose new tokens are limited by positions alone.
 
     Neither the policy's slots may grow with what follows, nor its data, as FastGen's number a position does.
     """
