@@ -14,7 +14,7 @@ from kvjax.configs.experiment import Common, Experiment, Setup
 from kvjax.configs.of import File, of
 from kvjax.configs.probed import check_heads, probed, probed_arrays
 from kvjax.contract import Count, Layout
-from kvjax.methods.kvpress import expected_attention_stats
+from kvjax.methods.released.kvpress import expected_attention_stats
 from kvjax.scores.learned import HiddenHeads
 from kvjax.text.encode import repeating
 

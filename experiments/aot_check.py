@@ -37,7 +37,7 @@ from kvjax.experiments.core.command import script
 from kvjax.experiments.core.page import Table, markdown
 from kvjax.experiments.gpu import launches
 from kvjax.models.written import write_bytes
-from kvjax.pallas_kernels import Columns, Softmax, attention, flash, gpu, pooled_attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, attention, flash, gpu, pooled_attention
 from kvjax.pallas_kernels import blocks as bl
 
 INSTALL = (
@@ -147,14 +147,14 @@ def forwards(arch: str) -> Iterator[Case]:
             continue  # float16 is as bfloat16, the tiles of float32 are as small anyway
         yield forward(f"T={T} forward{label}", backend, dtype, d, options, T=T)
     for dtype, d in FEWER:
-        f = functools.partial(flash.flash_attention, spec=bl.Logits(d**-0.5))
+        f = functools.partial(flash.flash_attention, spec=bl.Spec(d**-0.5))
         given = *dense(dtype, d), array("float32", 1, 32, 4096)
         yield Case(f"{NAMES[dtype]} d={d} T=4096 forward, bias (triton)", lambda *x, f=f: f(*x[:-1], bias=x[-1]), given)
 
 
 def forward(what: str, backend: str, dtype: str, d: int, options: dict[str, Any], **sizes: int) -> Case:
     """Attention's output and logsumexp."""
-    f = functools.partial(gpu.forward, spec=bl.Logits(d**-0.5, **options), with_logits=False, backend=backend)
+    f = functools.partial(gpu.forward, spec=bl.Spec(d**-0.5, **options), with_logits=False, backend=backend)
     return Case(f"{NAMES[dtype]} d={d} {what} ({backend})", lambda *x: f(*x)[:2], dense(dtype, d, **sizes))
 
 
@@ -181,7 +181,7 @@ def column(what: str, types: Types, backend: str, how: How = ("", "", False), he
         if softmax != "noisy":
             drawn["multiplier"] = np.ones((1, K, T), np.float32)
         c = dataclasses.replace(c, softmax=Softmax(**drawn, causal=softmax != "non-causal"))
-    options = {"logits": bl.Logits(d**-0.5, **OPTIONS[option]), "backend": backend}
+    options = {"logits": bl.Spec(d**-0.5, **OPTIONS[option]), "backend": backend}
 
     def run(q: Any, k: Any, lse: Any, q_pos: Any, kv_pos: Any, c: Columns, bias: Any) -> jax.Array:
         return gpu.column(c, q, k, (None, lse, None), q_pos, kv_pos, bias=bias, **options)
@@ -243,14 +243,14 @@ def decoding(arch: str) -> Iterator[Case]:
                 continue
             if dtype != "bfloat16" and (options or S < 32768):
                 continue  # as in bfloat16
-            how: dict[str, Any] = {"columns": (Columns(),) if row else (), "implementation": "triton", **options}
+            how: dict[str, Any] = {"columns": (Columns(),) if row else (), "logits": Logits(**options)}
             q, k, v, q_pos, kv_pos = dense(dtype, d, N, K, 1, S)
             pool, owner = array(dtype, 1, K * S, d), array("int32", 1, K * S)
             for kind, f, given in (
-                ("decode", functools.partial(attention, **how), (q, k, v, q_pos, kv_pos)),
+                ("decode", functools.partial(attention, implementation="triton", **how), (q, k, v, q_pos, kv_pos)),
                 (
                     "pool decode",
-                    functools.partial(pooled_attention, num_kv_heads=K, **how),
+                    functools.partial(pooled_attention, num_kv_heads=K, implementation="triton", **how),
                     (q, pool, pool, owner, q_pos, owner),
                 ),
             ):

@@ -117,6 +117,7 @@ class Board:
       bytes: shares of the full cache's bytes.
       live: have a column of scores at equal live tokens, the same shares of the prompt, beside those at equal bytes.
       parts: what is asked; if not given, all that can be asked of the model and does not decode long.
+      only: of the parts' tasks these alone; all if not given.
       metrics: more measures of answers that are compared with the full cache's, such as bleu and rouge_l.
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
       window: last rows of the prompt that vote, of every method that lets them, in place of its own.
@@ -138,6 +139,7 @@ class Board:
     bytes: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625)
     live: bool = False
     parts: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     protect: tuple[int, int] | None = None
     window: int | None = None
@@ -168,8 +170,12 @@ class Board:
                 check_distinct(name, given)
             if unknown := [x for x in given if x not in known]:
                 raise ValueError(f"there is no {unknown[0]!r} among {name}; there are {', '.join(known)}")
+        known = {task: None for name in self.parts or PARTS for task in self._tasks(PARTS[name])}
+        if unknown := [x for x in self.only if x not in known]:
+            raise ValueError(f"no part asks {unknown[0]!r} of {self.model}; its tasks are {', '.join(known)}")
         if mute := [name for name in self.parts if not self.tasks(PARTS[name])]:
-            raise ValueError(f"{mute[0]} cannot be asked of {self.model}, whose language has no words for it")
+            why = "of whose tasks none is in only" if self.only else "whose language has no words for it"
+            raise ValueError(f"{mute[0]} cannot be asked of {self.model}, {why}")
         if self.metrics:
             check_distinct("metrics", self.metrics)
         for name in self.metrics:
@@ -196,6 +202,9 @@ class Board:
 
     def tasks(self, part: Part) -> tuple[str, ...]:
         """What a part asks of the model."""
+        return tuple(task for task in self._tasks(part) if not self.only or task in self.only)
+
+    def _tasks(self, part: Part) -> tuple[str, ...]:
         return part.own if self.model in INCLUDED else part.others
 
     @property

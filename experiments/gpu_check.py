@@ -101,7 +101,7 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
         product_ms = 1e-9 * H * N * n * (n + 1) / report.ceilings["gemm_tflops"]
         if not smoke:
             run("cudnn forward", cudnn, *arrays, served_by="cudnn", floor_ms=2 * product_ms)
-        spec, ran = bl.Logits(H**-0.5), {}
+        spec, ran = bl.Spec(H**-0.5), {}
         for how in implementations:
             f = functools.partial(gpu.forward, spec=spec, with_logits=False, backend=how)
             of = {"served_by": how, "floor_ms": 2 * product_ms}
@@ -116,7 +116,7 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
             rows = min(c.rows or n, n)
             share = rows * (2 * n - rows + 1) / (n * (n + 1))
 
-            def alone(q, k, lse, q_pos, kv_pos, c: Columns = c, how: str = how, spec: bl.Logits = spec) -> jax.Array:
+            def alone(q, k, lse, q_pos, kv_pos, c: Columns = c, how: str = how, spec: bl.Spec = spec) -> jax.Array:
                 return gpu.column(c, q, k, (q, lse, None), q_pos, kv_pos, logits=spec, backend=how)
 
             try:
@@ -216,7 +216,7 @@ def trials(
     interpret = implementations[0] == "interpret"
     N, K = (2, 1) if smoke else (32, 8)
     prompt, slots = (40, 70) if smoke else (8192, 32768)
-    how, what = {"spec": bl.Logits(H**-0.5)}, colstats.Pass(("p",), "sum")
+    how, what = {"spec": bl.Spec(H**-0.5)}, colstats.Pass(("p",), "sum")
     q, k, v, q_pos, kv_pos = _causal(prompt, N, K, H, dtype)
     long = _causal(slots, N, K, H, dtype)
     one = long[0][:, :, -1:], long[1], long[2], long[3][:, -1:], long[4]

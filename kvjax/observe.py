@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.budgets import known
 from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, value
 from kvjax.contract.values import A_COUNT
-from kvjax.pallas_kernels import Columns, Softmax, attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.kinds import Kind
+from kvjax.pallas_kernels.pytree import pytree
 from kvjax.storage.mesh import attention_on
 
 A_ROW = Kind(f"{A_COUNT.words}, but not 0; or None", lambda n: n is None or (A_COUNT.holds(n) and n != 0))
@@ -90,6 +91,22 @@ def by_row(ask: Rows, slots: Slots) -> tuple[Float[Array, "B K G R S"], Bool[Arr
     return jnp.where(exist, rows.reshape(B, slots.kv.pos.shape[1], -1, R, S), 0.0), exist
 
 
+@pytree
+class Queries:
+    """Rows and how they attend, for those who compute attention themselves.
+
+    Attributes:
+      q: queries, rotated.
+      pos: positions of the rows, `EMPTY` for padding.
+      bias, logits: as in `AttentionInputs`.
+    """
+
+    q: Float[Array, "B N R H"]
+    pos: Int[Array, "B R"]
+    bias: Float[Array, "B N S"] | None
+    logits: Logits
+
+
 @value
 class Unmasked:
     """`Rows` by a softmax over all live slots, as if none were hidden from the rows.
@@ -101,10 +118,10 @@ class Unmasked:
     of: Rows
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B _ S"]:
-        kv, how = inputs.kv, {"scale": inputs.scale, "window": inputs.window, "softcap": inputs.softcap}
+        kv = inputs.kv
         attend: Any = attention if kv.how.mesh is None else functools.partial(attention_on, kv.how.mesh)
         rows = inputs.q, kv.k, kv.v, inputs.pos, kv.pos
-        return attend(*rows, columns=(self.of(inputs),), bias=inputs.bias, **how).columns[0]
+        return attend(*rows, columns=(self.of(inputs),), bias=inputs.bias, logits=inputs.logits).columns[0]
 
 
 @value
@@ -158,7 +175,7 @@ class FutureQueries:
         place = lambda i: jnp.broadcast_to((inputs.ctx.length + i)[:, None, None], (B, 1, H))
         add = lambda i, turned: turned + inputs.rotate(basis, place(i))
         turned = lax.fori_loop(0, self.horizon, add, jnp.zeros_like(basis))[:, 0] / self.horizon
-        turned = turned * (H**-0.5 if inputs.scale is None else inputs.scale)
+        turned = turned * inputs.logits.factor(H)
         return jnp.einsum("bnj,bjh->bnh", mean, turned), jnp.einsum("bnij,bih,bjl->bnhl", cov, turned, turned)
 
 
@@ -276,13 +293,16 @@ class ChunkAttention:
         chunks = lambda x: jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)
         part = lambda x: chunks(x).reshape(B, K, -1, num, size, H)
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
-        among = counts[:, None, None, :, None]
-        x = jax.nn.softmax(jnp.where(among, x, jnp.finfo(x.dtype).min), axis=-1)
-        mass = jnp.where(counts[:, None, None, :, :, None], x, 0.0).sum(4).mean(2).reshape(B, K, num * size)
+        mass = self.received(x, counts).reshape(B, K, num * size)
         at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
         column = jnp.where(counts.reshape(B, -1), source, T)[:, None]
         found = jnp.zeros((B, K, T)).at[(*at, column)].set(mass, mode="drop")
         return jnp.pad(found, ((0, 0), (0, 0), (inputs.kv.pos.shape[2] - T, 0)))
+
+    def received(self, x: Float[Array, "B K G n c c"], counts: Bool[Array, "B n c"]) -> Float[Array, "B K n c"]:
+        """What tokens of chunks get from their chunk's rows, by logits, and where there are tokens."""
+        p = jax.nn.softmax(jnp.where(counts[:, None, None, :, None], x, jnp.finfo(x.dtype).min), axis=-1)
+        return jnp.where(counts[:, None, None, :, :, None], p, 0.0).sum(4).mean(2)
 
     def _chunks(
         self, pos: Int[Array, "B T"], ctx: Context

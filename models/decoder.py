@@ -42,17 +42,17 @@ class LanguageModel:
         kinds = [self.config.kind(i) for i in range(self.config.num_layers)]
         return tuple(map(kinds.index, kinds))
 
-    def parts(self, params: PyTree[Any]) -> tuple[PyTree[Any], tuple[PyTree[Any], ...]]:
+    def parts(self, params: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
         """The parameters that are of no layer, and those of every layer."""
         names = [f"{self._module.layers}_{i}" for i in range(self.config.num_layers)]
         return {n: x for n, x in params.items() if n not in names}, tuple(params[n] for n in names)
 
-    def embed(self, params: PyTree[Any], tokens: Int[Array, "B T"], pos: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(self, params: PyTree, tokens: Int[Array, "B T"], pos: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The residual stream before the first layer, of tokens at positions, -1 for padding."""
         return self._module.apply({"params": params}, tokens, pos, method="embed")
 
     def block(
-        self, layer: int, params: PyTree[Any], x: Float[Array, "B T D"], cache: Any, attend: Attend
+        self, layer: int, params: PyTree, x: Float[Array, "B T D"], cache: Any, attend: Attend
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The residual stream and the cache after a layer, and what else `attend` returned.
 
@@ -65,12 +65,12 @@ class LanguageModel:
         """
         return self._module.block().apply({"params": params}, x, cache, layer=layer, attend=attend)
 
-    def head(self, params: PyTree[Any], x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def head(self, params: PyTree, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits of the residual stream after the last layer."""
         return self._module.apply({"params": params}, x, method="head").astype(jnp.float32)
 
     def __call__(
-        self, params: PyTree[Any], tokens: Int[Array, "B T"], *, attend: Attend, pos: Int[Array, "B T"] | None = None
+        self, params: PyTree, tokens: Int[Array, "B T"], *, attend: Attend, pos: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T V"]:
         """Logits of texts that are read at once, without a cache, as in training.
 
@@ -86,17 +86,17 @@ class LanguageModel:
         return self._whole(params, tokens, attend, pos, "__call__").astype(jnp.float32)
 
     def states(
-        self, params: PyTree[Any], tokens: Int[Array, "B T"], *, attend: Attend, pos: Int[Array, "B T"] | None = None
+        self, params: PyTree, tokens: Int[Array, "B T"], *, attend: Attend, pos: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
         """The residual stream after all layers and the last norm: the input of the output head."""
         return self._whole(params, tokens, attend, pos, "states")
 
-    def _whole(self, params: PyTree[Any], tokens: Array, attend: Attend, pos: Array | None, method: str) -> Array:
+    def _whole(self, params: PyTree, tokens: Array, attend: Attend, pos: Array | None, method: str) -> Array:
         check_model(self, params)
         pos = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape) if pos is None else pos
         return self._module.apply({"params": params}, tokens, pos, attend, method=method)
 
-    def init(self, key: Array) -> PyTree[Any]:
+    def init(self, key: Array) -> PyTree:
         """Random parameters.
 
         Raises:
@@ -110,7 +110,7 @@ class LanguageModel:
         token = jnp.zeros((1, 1), jnp.int32)
         return self._module.init(key, token, token, attend)["params"]
 
-    def split_axes(self, params: PyTree[Any]) -> list[int | None]:
+    def split_axes(self, params: PyTree) -> list[int | None]:
         """For every leaf of the parameters the axis of heads or of feed-forward channels, which devices may share.
 
         A projection to them is split by its outputs, one from them by its inputs, so that what lies between is made

@@ -29,6 +29,7 @@ from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
 from kvjax.models.parts import Attend, GatedMLP, RMSNorm, attended, heads
 from kvjax.models.rope import Rope
+from kvjax.pallas_kernels.logits import Logits, capped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Attention(nn.Module):
         q, k, v = heads(c, x, c.attention_bias)
         if c.generation == 3:
             q, k = RMSNorm(c, 1.0, name="q_norm")(q), RMSNorm(c, 1.0, name="k_norm")(k)
-        scale = None if c.query_scalar is None else c.query_scalar**-0.5
-        how = {"scale": scale, "softcap": c.attention_cap, "attend": attend, "layer": layer}
+        logits = Logits(None if c.query_scalar is None else c.query_scalar**-0.5, c.attention_cap)
+        how = {"attend": attend, "layer": layer, "logits": logits}
         return attended(self, x, q, k, v, cache, out="o_proj", bias=c.attention_bias, **how)
 
 
@@ -121,11 +122,7 @@ class Gemma(Decoder):
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Logits, capped where the config says so."""
-        logits = super().logits(x)
-        if self.config.final_cap is None:
-            return logits
-        cap = jnp.asarray(self.config.final_cap, logits.dtype)
-        return jnp.tanh(logits / cap) * cap
+        return capped(super().logits(x), self.config.final_cap)
 
 
 _ARCHITECTURES = {"GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3_text"}

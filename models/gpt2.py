@@ -12,6 +12,7 @@ from kvjax.models.config import LearnedPositions, read_flag, read_gpt_sizes, wri
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
 from kvjax.models.parts import MLP, Attend, LayerNorm, attended, embedded, embedding, heads
+from kvjax.pallas_kernels import Logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Attention(nn.Module):
         c = self.config
         q, k, v = heads(c, x, True)
         scale = (c.head_dim**-0.5 if c.scaled else 1.0) / (layer + 1 if c.scaled_by_layer else 1)
-        return attended(self, x, q, k, v, cache, attend=attend, layer=layer, out="c_proj", bias=True, scale=scale)
+        how = {"attend": attend, "layer": layer, "logits": Logits(scale)}
+        return attended(self, x, q, k, v, cache, out="c_proj", bias=True, **how)
 
 
 class Block(nn.Module):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.contract import Rotate
@@ -17,6 +18,7 @@ from kvjax.models.config import DecoderConfig, check_only, read_cap, read_sizes,
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
 from kvjax.models.parts import MLP, Attend, LayerNorm, attended, heads
+from kvjax.pallas_kernels import Logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Attention(nn.Module):
         """Output, cache after the step, and what was measured."""
         c = self.config
         q, k, v = heads(c, x, False, c.clip)
-        how = {"scale": c.scale, "slopes": c.slopes, "attend": attend, "layer": layer}
+        logits = Logits(c.scale, slopes=jnp.asarray(c.slopes, jnp.float32))
+        how = {"attend": attend, "layer": layer, "logits": logits}
         return attended(self, x, q, k, v, cache, out="out_proj", bias=False, **how)
 
 

@@ -5,6 +5,7 @@ Submodules are named like the checkpoint's tensors, so loading is a transliterat
 Letters: B batch, T tokens, N query heads, K kv heads, H head_dim, D embed_dim, F mlp_dim, V vocab_size.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import DecoderConfig
+from kvjax.pallas_kernels import Logits
 
 # (cache, q "B N T H", k "B K T H", v "B K T H", *, layer, rotate, ...) -> what rows read "B N T H", the cache, and more
 Attend = Callable[..., tuple[Array, Any, Any]]
@@ -201,7 +203,7 @@ def attended(
     layer: int,
     out: str,
     bias: bool,
-    **options: Any,
+    logits: Logits = Logits(),
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Attention, projected by the submodule `out`; the cache after the step; what else `attend` gave.
 
@@ -212,14 +214,15 @@ def attended(
       cache, attend, layer: as the module was given them.
       out: the name of the output projection.
       bias: whether it has one.
-      options: of `attend`: scale, softcap.
+      logits: how they follow from products, but for the layer's window.
     """
     c: DecoderConfig = module.config  # pyrefly: ignore[missing-attribute]
     out_proj = None
     if not module.is_initializing():
         out_proj = module.variables["params"][out]["weight"].T.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
-    options |= {"rotate": c.rotation(layer), "window": c.window(layer)}
-    y, cache, stats = attend(cache, q, k, v, layer=layer, out_proj=out_proj, hidden=x, **options)
+    logits = dataclasses.replace(logits, window=c.window(layer))
+    options = {"rotate": c.rotation(layer), "out_proj": out_proj, "hidden": x, "logits": logits}
+    y, cache, stats = attend(cache, q, k, v, layer=layer, **options)
     B, _, T, _ = y.shape
     y = y.transpose(0, 2, 1, 3).reshape(B, T, c.num_query_heads * c.head_dim)
     return dense(c, c.embed_dim, bias, out)(y), cache, stats

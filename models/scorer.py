@@ -124,7 +124,7 @@ _SIZES = ("num_layers", "num_kv_heads", "hidden")
 
 
 def apply(
-    module: ScoreHead, params: PyTree[Any], features: Float[Array, "B K S F"], layer: int | Int[Array, ""]
+    module: ScoreHead, params: PyTree, features: Float[Array, "B K S F"], layer: int | Int[Array, ""]
 ) -> Float[Array, "B K S"]:
     """The head as a pure function of its parameters."""
     run: Any = module.apply

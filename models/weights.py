@@ -63,7 +63,7 @@ def load(
     sharding: Sharding | None = None,
     revision: str | None = None,
     token: str | None = None,
-) -> tuple[LanguageModel, PyTree[Any]]:
+) -> tuple[LanguageModel, PyTree]:
     """A model and its parameters, from a directory, a hub id or the name of a preset.
 
     Tensors are read one after another, each straight into its place and its dtype: at the peak, the host holds the
@@ -184,7 +184,7 @@ def _of_generation(path: pathlib.Path, read: Callable[[Any], T]) -> T:
         raise ValueError(f"{file}: {e}") from e
 
 
-def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree[Any], *, dtype: str = "float32") -> None:
+def save(path: str | os.PathLike[str], model: LanguageModel, params: PyTree, *, dtype: str = "float32") -> None:
     """Writes `config.json` and `model.safetensors` that `load` and transformers read.
 
     Everything is checked and written beside before anything is replaced. Shards of an earlier checkpoint in the same
@@ -250,7 +250,7 @@ def _with_end_ids(file: pathlib.Path, eos_ids: tuple[int, ...]) -> str | None:
     return json.dumps({**raw, "eos_token_id": list(eos_ids) or None}, indent=2) + "\n"
 
 
-def _named(model: LanguageModel, params: PyTree[Any], dtype: str) -> dict[str, np.ndarray]:
+def _named(model: LanguageModel, params: PyTree, dtype: str) -> dict[str, np.ndarray]:
     """Parameters as a checkpoint's tensors."""
     check_model(model, params)
     family, tensors = family_of(model.config), {}
@@ -324,7 +324,7 @@ def _other_weights(path: pathlib.Path, source: str | os.PathLike[str], revision:
     )
 
 
-def _places(shapes: PyTree[jax.ShapeDtypeStruct], sharding: Sharding | None) -> PyTree[Any]:
+def _places(shapes: PyTree[jax.ShapeDtypeStruct], sharding: Sharding | None) -> PyTree:
     """The sharding of every parameter, tried against its shape; None for jax's default device."""
     if sharding is not None and not callable(sharding) and not isinstance(sharding, jax.sharding.Sharding):
         raise ValueError(f"sharding={sharding!r} is neither a jax.sharding.Sharding nor a function that gives one")
@@ -360,7 +360,7 @@ def _refuse_values(path: pathlib.Path, name: str, lost: int, stored: int, size: 
 
 def _assemble(
     model: LanguageModel, tensors: dict[str, Stored], path: pathlib.Path, sharding: Sharding | None
-) -> PyTree[Any]:
+) -> PyTree:
     """Parameters of `model` from named tensors, or an error that names every one that is wrong."""
     family = family_of(model.config)
     stored = {n.split(".")[0] for name in tensors for n in _LAYER.split(name, maxsplit=1)[1:]}

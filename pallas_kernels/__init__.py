@@ -10,5 +10,6 @@ from kvjax.pallas_kernels.columns import Columns as Columns
 from kvjax.pallas_kernels.columns import Recovery as Recovery
 from kvjax.pallas_kernels.columns import Softmax as Softmax
 from kvjax.pallas_kernels.columns import hash_uniform as hash_uniform
+from kvjax.pallas_kernels.logits import Logits as Logits
 
 kinds.doors(__name__, "attention", "pooled_attention", "recovered_attention", "use")

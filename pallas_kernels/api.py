@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import pooled, recovery, reference, xla
 from kvjax.pallas_kernels.columns import Attention, Columns, Recovery, Softmax
-from kvjax.pallas_kernels.kinds import NonNegative, Positive, Size
+from kvjax.pallas_kernels.kinds import NonNegative, Size
+from kvjax.pallas_kernels.logits import Logits
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "cudnn", "interpret", "reference"]
 Result = TypeVar("Result")
@@ -87,9 +88,7 @@ def attention(
     *,
     columns: Sequence[Columns] = (),
     bias: Float[Array, "B N S"] | None = None,
-    scale: float | None = None,
-    window: Size | None = None,
-    softcap: Positive | None = None,
+    logits: Logits = Logits(),
     own: bool = False,
     implementation: Implementation | None = None,
 ) -> Attention:
@@ -110,11 +109,8 @@ def attention(
       q_pos: absolute position of every query row, negative for padding; the last T positions if None.
       kv_pos: absolute position of every slot, negative for a dead slot; 0 to S - 1 if None.
       columns: the statistics to measure, each one array in the result.
-      bias: added to the logits of every key after the soft cap: ALiBi's `slope * position` (what depends on the row
-        cancels in the softmax), the logarithm of a weight, or -inf.
-      scale: factor on `q . k`; `H ** -0.5` if None.
-      window: a row sees only positions larger than its own minus `window`.
-      softcap: logits become `softcap * tanh(logits / softcap)`.
+      bias: added to the logits of every key after the soft cap: the logarithm of a weight, or -inf.
+      logits: how logits follow from `q . k`, and the sliding window.
       own: promises that the slots are those of the rows, dead for padding alone, which stands before all other rows:
         what kernels of others can read.
       implementation: what is tried first. "cudnn": cuDNN's kernel, for the output of such rows; "triton": Pallas
@@ -128,18 +124,18 @@ def attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, N, T, H, K, S = _checked_sizes(q, k)
+    B, N, T, K, S = _checked_sizes(q, k)
     q_pos = jnp.broadcast_to(jnp.arange(S - T, S), (B, T)) if q_pos is None else q_pos
     kv_pos = jnp.broadcast_to(jnp.arange(S), (B, K, S)) if kv_pos is None else kv_pos
     columns = _checked_columns(columns, B, N, K, T)
-    options = _options(H, scale, window, softcap)
+    logits, bias = _biased(logits, N, kv_pos, bias)
     arrays, structure = jax.tree.flatten(columns)
 
     def run(order, q, k, v, q_pos, kv_pos, bias, arrays):
         if order.output[0] in _WHOLE:
             columns = jax.tree.unflatten(structure, arrays)
-            return _WHOLE[order.output[0]](q, k, v, q_pos, kv_pos, bias, columns=columns, **options)
-        static = (dataclasses.replace(order, own=own), structure, tuple(options.items()))
+            return _WHOLE[order.output[0]](q, k, v, q_pos, kv_pos, bias, columns=columns, logits=logits)
+        static = (dataclasses.replace(order, own=own), structure, (("logits", logits),))
         return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, bias, arrays))
 
     q_pos, kv_pos = (jnp.asarray(x, jnp.int32) for x in (q_pos, kv_pos))
@@ -158,9 +154,7 @@ def pooled_attention(
     num_kv_heads: Size,
     in_order: bool = False,
     bias: Float[Array, "B G P"] | None = None,
-    scale: float | None = None,
-    window: Size | None = None,
-    softcap: Positive | None = None,
+    logits: Logits = Logits(),
     implementation: Implementation | None = None,
 ) -> Attention:
     """One query row a head over a flat pool, where every slot belongs to one kv head: caches of per-head budgets.
@@ -179,7 +173,7 @@ def pooled_attention(
       in_order: promises that owners are not negative and never decrease from slot to slot, which makes the product with
         the keys cheaper. Dead slots then have an owner like all others, and a negative position.
       bias: as in `attention`, for every slot one number a query head of its owner.
-      scale, window, softcap, implementation: as in `attention`.
+      logits, implementation: as in `attention`; slopes are none of a pool, whose `bias` has what they add.
 
     Returns:
       `Attention(out "B N 1 H", lse "B N 1", columns)`. A statistic has one number a slot, of its owner: "B P", or
@@ -189,19 +183,16 @@ def pooled_attention(
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, N, T, H = q.shape
-    P = k.shape[1]
+    (B, N, T, _), P = q.shape, k.shape[1]
+    if logits.slopes is not None:
+        raise ValueError(f"logits have {len(logits.slopes)} slopes, which a pool does not read; give their bias")
     if N % num_kv_heads:
         raise ValueError(
             f"{N} query heads are not a multiple of num_kv_heads={num_kv_heads}; every kv head serves N / K query heads"
         )
     _check("bias", bias, np.floating, B, N // num_kv_heads, P)
     columns = _checked_columns(columns, B, N, num_kv_heads, T)
-    options: dict[str, Any] = {
-        "num_kv_heads": num_kv_heads,
-        "in_order": in_order,
-        **_options(H, scale, window, softcap),
-    }
+    options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "in_order": in_order, "logits": logits}
     arrays, structure = jax.tree.flatten(columns)
 
     def run(order, q, k, v, owner, q_pos, kv_pos, bias, arrays):
@@ -225,9 +216,7 @@ def recovered_attention(
     within: Sequence[Int[Array, "B"] | None] | None = None,
     tolerance: NonNegative | None = None,
     bias: Float[Array, "B N S"] | None = None,
-    scale: float | None = None,
-    window: Size | None = None,
-    softcap: Positive | None = None,
+    logits: Logits = Logits(),
     implementation: Implementation | None = None,
 ) -> Recovery:
     """Compares a causal attention matrix with itself restricted to M sets of keys (FastGen's profile, 2310.01801).
@@ -245,24 +234,24 @@ def recovered_attention(
       within: for each set a band, or None: keys with `q_pos - kv_pos < within` are kept as well.
       tolerance: measures `elementwise` too: how much a probability may change. A kept entry changes when its row is
         renormalised on the kept keys, a dropped one by its whole probability. None skips that work.
-      bias, scale, window, softcap, implementation: as in `attention`.
+      bias, logits, implementation: as in `attention`.
 
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
-    B, _, _, H, _, _ = _checked_sizes(q, k)
+    B, N, *_ = _checked_sizes(q, k)
     bands = (None,) * len(masks) if within is None else tuple(within)
     if len(bands) != len(masks):
         raise ValueError(f"{len(bands)} bands for {len(masks)} masks; give one for each, or None")
     for band in bands:
         _check("within", band, np.integer, B)
-    options: dict[str, Any] = {"tolerance": tolerance, **_options(H, scale, window, softcap)}
+    logits, bias = _biased(logits, N, kv_pos, bias)
 
     def run(order, *args):
         def compute(name):
             if name not in _RECOVERED:
                 raise NotImplementedError("no kernel renormalises rows on the keys that are kept")
-            return _RECOVERED[name](*args, **options)
+            return _RECOVERED[name](*args, tolerance=tolerance, logits=logits)
 
         tries = [(name, functools.partial(compute, name)) for name in order.columns]
         return first_served("what sets of keys recover of attention", tries)[1]
@@ -334,13 +323,12 @@ def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]
     raise NotImplementedError(f"nothing computes {operation}: {'; '.join(reasons)}")
 
 
-def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, softcap):
+def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, logits):
     """Output, logsumexp and statistics, each from the first implementation that serves it."""
     from kvjax.pallas_kernels import cudnn, gpu  # Pallas takes a second to import, and only kernels need it
 
-    logits = gpu.bl.Logits(scale, window, softcap)
-    arrays = q, k, v, q_pos, kv_pos
-    in_xla = functools.partial(xla.attention, *arrays, bias, scale=scale, window=window, softcap=softcap)
+    arrays, spec = (q, k, v, q_pos, kv_pos), gpu.bl.Spec.of_model(logits, q.shape[-1])
+    in_xla = functools.partial(xla.attention, *arrays, bias, logits=logits)
 
     def forward(name):
         if name == "xla":
@@ -348,17 +336,17 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, sof
         if name == "cudnn":
             if bias is not None or not order.own:
                 raise NotImplementedError("it serves rows among their own tokens, without a bias")
-            return *cudnn.flash_attention(q, k, v, q_pos, spec=logits), None
-        return gpu.forward(*arrays, spec=logits, with_logits=bool(columns), backend=name, bias=bias)
+            return *cudnn.flash_attention(q, k, v, q_pos, spec=spec), None
+        return gpu.forward(*arrays, spec=spec, with_logits=bool(columns), backend=name, bias=bias)
 
     _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order.output])
     if isinstance(result, Attention):
         return result.out, result.lse, result.columns
 
-    def column(name, spec):
+    def column(name, wanted):
         if name == "xla":
-            return in_xla(columns=(spec,)).columns[0]
-        return gpu.column(spec, q, k, result, q_pos, kv_pos, logits=logits, backend=name, bias=bias)
+            return in_xla(columns=(wanted,)).columns[0]
+        return gpu.column(wanted, q, k, result, q_pos, kv_pos, logits=spec, backend=name, bias=bias)
 
     measured = []
     for c in columns:
@@ -367,18 +355,16 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, scale, window, sof
     return result[0], result[1], tuple(measured)
 
 
-def _pool_forward(
-    order, columns, q, k, v, owner, q_pos, kv_pos, bias, *, num_kv_heads, in_order, scale, window, softcap
-):
+def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, bias, *, num_kv_heads, in_order, logits):
     from kvjax.pallas_kernels import gpu  # see above
 
     def forward(name):
         arrays = q, k, v, owner, q_pos, kv_pos, bias
         if name == "xla":
-            options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "in_order": in_order, "scale": scale}
-            found = pooled.pooled_attention(*arrays, columns=columns, window=window, softcap=softcap, **options)
+            options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "in_order": in_order, "logits": logits}
+            found = pooled.pooled_attention(*arrays, columns=columns, **options)
             return found.out, found.lse, found.columns
-        spec = gpu.bl.Logits(scale, window, softcap)
+        spec = gpu.bl.Spec.of_model(logits, q.shape[-1])
         return gpu.pooled_forward(*arrays, num_kv_heads=num_kv_heads, columns=columns, spec=spec, backend=name)
 
     return first_served("attention over a pool", [(name, functools.partial(forward, name)) for name in order.output])[1]
@@ -437,23 +423,20 @@ def _check(name: str, x: Any, kind: type[np.generic], *shape: int) -> None:
         raise ValueError(f"{name} is {found}, but must be {wanted} to fit the other arrays")
 
 
-def _checked_sizes(q: Any, k: Any) -> tuple[int, int, int, int, int, int]:
-    """(B, N, T, H, K, S) of rows and slots that fit together."""
-    (B, N, T, H), (K, S) = q.shape, k.shape[1:3]
+def _checked_sizes(q: Any, k: Any) -> tuple[int, int, int, int, int]:
+    """(B, N, T, K, S) of rows and slots that fit together."""
+    (B, N, T, _), (K, S) = q.shape, k.shape[1:3]
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} kv heads; every kv head serves N / K query heads")
     if S < T:
         raise ValueError(f"{T} query rows need their own {T} slots among the keys, but there are only {S} slots")
-    return B, N, T, H, K, S
+    return B, N, T, K, S
 
 
-def _options(head_dim: int, scale: float | None, window: int | None, softcap: float | None) -> dict[str, Any]:
-    """How rows attend, with the default scale. Python's own numbers leave the types of arrays as they are."""
-    return {
-        "scale": head_dim**-0.5 if scale is None else float(scale),
-        "window": None if window is None else int(window),
-        "softcap": None if softcap is None else float(softcap),
-    }
+def _biased(logits: Logits, N: int, kv_pos: Any, bias: Any) -> tuple[Logits, Any]:
+    """Logits without arrays, which are static, and the bias of keys with what slopes add."""
+    _check("logits' slopes", logits.slopes, np.floating, N)
+    return logits.biased(kv_pos, bias)
 
 
 def _checked_columns(columns: Sequence[Columns], B: int, N: int, K: int, T: int) -> tuple[Columns, ...]:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels.columns import Softmax, hash_uniform, rescaled
+from kvjax.pallas_kernels.logits import Logits
 
 LOG2E = math.log2(math.e)
 DEAD = 2**31 - 1  # the position of a key that no row may read: larger than every row's, so that one comparison masks
@@ -68,17 +69,20 @@ class BlockSizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Logits:
+class Spec(Logits):
     """Everything static about how logits follow from products: `multiplier * (cap(scale * q.k) + bias + noise)`."""
 
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
+    scale: float = 1.0
     causal: bool = True
     gumbel: bool = False
     per: str = "call"
 
-    def of(self, own: Softmax | None) -> "Logits":
+    @classmethod
+    def of_model(cls, logits: Logits, head_dim: int) -> "Spec":
+        """That of a model's logits."""
+        return cls(logits.factor(head_dim), logits.softcap, logits.window)
+
+    def within(self, own: Softmax | None) -> "Spec":
         """The same with the softmax of a statistic's own. Constant noise cancels in a softmax."""
         if own is None:
             return self
@@ -164,8 +168,14 @@ def products(a: tuple[Array, ...], b: tuple[Array, ...]) -> Array:
     return sum((dot(x, y, (1, 1)) for x, y in zip(a[1:], b[1:], strict=True)), dot(a[0], b[0], (1, 1)))
 
 
+def capped_logits(spec: Spec, s: Float[Array, "x y"]) -> Float[Array, "x y"]:
+    """Logits of one tile of products, before bias and mask."""
+    x = s * spec.scale
+    return x if spec.softcap is None else spec.softcap * jnp.tanh(x * (1.0 / spec.softcap))
+
+
 def masked_logits(
-    spec: Logits,
+    spec: Spec,
     s: Float[Array, "x y"],
     q_pos: Int[Array, "#x #y"],
     kv_pos: Int[Array, "#x #y"],
@@ -187,9 +197,7 @@ def masked_logits(
       seed, head: what the noise depends on besides positions.
     """
     plain = spec.softcap is None and bias is None and not spec.gumbel
-    x = s * (spec.scale * LOG2E if plain else spec.scale)
-    if spec.softcap is not None:
-        x = spec.softcap * jnp.tanh(x * (1.0 / spec.softcap))
+    x = s * (spec.scale * LOG2E) if plain else capped_logits(spec, s)
     if bias is not None:
         x = x + bias
     if spec.gumbel and seed is not None and head is not None:
@@ -221,7 +229,7 @@ def _extremes(x: Int[Array, "*b n"], block: int, ignore: Bool[Array, "*b n"]):
 
 
 def meetings(
-    spec: Logits, q_pos: Int[Array, "B T"], kv_pos: Int[Array, "B K S"], block_q: int, block_k: int
+    spec: Spec, q_pos: Int[Array, "B T"], kv_pos: Int[Array, "B K S"], block_q: int, block_k: int
 ) -> Bool[Array, "B K q k"]:
     """Whether some row of a block may read some key of a block; never False where one does.
 
@@ -247,7 +255,7 @@ def first_and_stop(meet: Bool[Array, "*b n"]) -> tuple[Int[Array, "*b"], Int[Arr
     return jnp.minimum(jnp.where(meet, index, n).min(-1), stop), stop
 
 
-def count_visible(spec: Logits, q_pos: Int[Array, "B T"], kv_pos: Int[Array, "B K S"]) -> Int[Array, "B K T"]:
+def count_visible(spec: Spec, q_pos: Int[Array, "B T"], kv_pos: Int[Array, "B K S"]) -> Int[Array, "B K T"]:
     """How many keys every row may read, in O((S + T) log S). Arguments as in `meetings`."""
     K = kv_pos.shape[1]
     up_to = jax.vmap(jax.vmap(lambda keys, rows: jnp.searchsorted(keys, rows, side="right").astype(jnp.int32)))

@@ -71,7 +71,7 @@ def block_sizes(
 def _kernel(
     *refs: Any,
     names: tuple[str, ...],
-    spec: bl.Logits,
+    spec: bl.Spec,
     what: Pass,
     sizes: bl.BlockSizes,
     group: int,
@@ -151,7 +151,7 @@ def attention_colstats(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     what: Pass,
     theta: Float[Array, "B K T"] | None = None,
     weight: Float[Array, "B T"] | None = None,

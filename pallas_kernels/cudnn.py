@@ -15,7 +15,7 @@ def flash_attention(
     v: Float[Array, "B K T H"],
     q_pos: Int[Array, "B T"],
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     by: Literal["cudnn", "xla"] = "cudnn",
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
     """Output and logsumexp of rows among their own tokens, in order. cuDNN wants padding behind them, not before.

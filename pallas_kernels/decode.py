@@ -42,7 +42,7 @@ def block_sizes(
 def _kernel(
     *refs: Any,
     names: tuple[str, ...],
-    spec: bl.Logits,
+    spec: bl.Spec,
     sizes: bl.BlockSizes,
     num_rows: int,
     num_slots: int,
@@ -62,9 +62,7 @@ def _kernel(
         j0 = start + u * bk
         s = bl.products(q, bl.load_rows(ref["k"], j0, bk, num_slots))
         kv_pos = bl.load_vector(ref["kv_pos"], j0, bk, num_slots, bl.DEAD)[None, :]
-        raw = s * spec.scale
-        if spec.softcap is not None:
-            raw = spec.softcap * jnp.tanh(raw * (1.0 / spec.softcap))
+        raw = bl.capped_logits(spec, s)
         if "bias" in ref:
             head, slot = (lax.broadcasted_iota(jnp.int32, (group, bk), i) for i in (0, 1))
             inside = (head < ref["bias"].shape[0]) & (j0 + slot < ref["bias"].shape[1])
@@ -216,7 +214,7 @@ def decode_attention(
     kv_pos: Int[Array, "B K S"],
     bias: Float[Array, "B N S"] | None = None,
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     with_logits: bool = False,
     sizes: bl.BlockSizes | None = None,
     interpret: bool = False,
@@ -266,7 +264,7 @@ def pooled_decode_attention(
     bias: Float[Array, "B G P"] | None = None,
     *,
     num_kv_heads: int,
-    spec: bl.Logits,
+    spec: bl.Spec,
     with_logits: bool = False,
     sizes: bl.BlockSizes | None = None,
     interpret: bool = False,

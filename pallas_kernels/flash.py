@@ -27,7 +27,7 @@ def block_sizes(dtype: jax.typing.DTypeLike, head_dim: int, num_rows: int) -> bl
     return bl.BlockSizes(rows, 64, num_warps=4, num_stages=2)
 
 
-def _kernel(*refs: Any, names: tuple[str, ...], spec: bl.Logits, sizes: bl.BlockSizes, num_rows: int, num_slots: int):
+def _kernel(*refs: Any, names: tuple[str, ...], spec: bl.Spec, sizes: bl.BlockSizes, num_rows: int, num_slots: int):
     ref = dict(zip(names, refs, strict=True))
     bq, bk = sizes.block_q, sizes.block_k
     i0 = pl.program_id(0) * bq
@@ -75,7 +75,7 @@ def flash_attention(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     bias: Float[Array, "B N S"] | None = None,
     multiplier: Float[Array, "B K T"] | None = None,
     seed: UInt32[Array, "B"] | None = None,

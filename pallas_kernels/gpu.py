@@ -46,7 +46,7 @@ def forward(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     with_logits: bool,
     backend: str,
     bias: Float[Array, "B N S"] | None = None,
@@ -71,7 +71,7 @@ def column(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     *,
-    logits: bl.Logits,
+    logits: bl.Spec,
     backend: str,
     bias: Float[Array, "B N S"] | None = None,
 ) -> Float[Array, "B _ ..."]:
@@ -82,7 +82,7 @@ def column(
     """
     _, lse, row = result
     if row is not None:
-        return row_column(spec, row, lse, q_pos, kv_pos, logits.window)
+        return row_column(spec, row, lse, q_pos, kv_pos, logits)
     B, N, T, _ = q.shape
     K = k.shape[1]
     G = N // K
@@ -93,7 +93,7 @@ def column(
     own = spec.softmax
     if own is not None and own.heads is not None:
         raise NotImplementedError("kernels draw the noise of all heads of a layer, by their own numbers")
-    logits = logits.of(own)
+    logits = logits.within(own)
     multiplier = None if own is None else own.multiplier
     seed = None if own is None else own.seed
     keys = bl.readable(kv_pos, None if own is None else own.before)
@@ -123,7 +123,7 @@ def column(
 
 
 def _kernels(
-    backend: str, logits: bl.Logits, what: colstats.Pass, q: Array, k: Array, seed: Array | None, bias: Array | None
+    backend: str, logits: bl.Spec, what: colstats.Pass, q: Array, k: Array, seed: Array | None, bias: Array | None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The logsumexp and the sums of a backend.
 
@@ -166,14 +166,14 @@ def row_column(
     lse: Float[Array, "B N 1"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B K S"],
-    window: int | None,
+    logits: bl.Spec,
 ) -> Float[Array, "B _ ..."]:
     """A statistic of a single row: as the specification says, on the logits that the decode kernel kept."""
-    seen = reference.visible(q_pos, kv_pos, window)
-    logits = row[:, :, :, None]
+    seen = logits.visible(q_pos, kv_pos)
+    x = row[:, :, :, None]
     lse = lse.reshape(*row.shape[:3], 1, 1)
-    p = jnp.where(seen[:, :, None], jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0.0)), 0.0)
-    return reference.column(spec, p, logits, seen, q_pos, kv_pos, window)
+    p = jnp.where(seen[:, :, None], jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)), 0.0)
+    return reference.column(spec, p, x, seen, q_pos, kv_pos, logits)
 
 
 def pooled_forward(
@@ -187,7 +187,7 @@ def pooled_forward(
     *,
     num_kv_heads: int,
     columns: Sequence[Columns],
-    spec: bl.Logits,
+    spec: bl.Spec,
     backend: str,
 ) -> tuple[Float[Array, "B N 1 H"], Float[Array, "B N 1"], tuple[Array, ...]]:
     """The pool: output, logsumexp and every statistic, from the logits that the kernel kept."""

@@ -134,13 +134,17 @@ SUCH_AS = {
     "PathLike": "pathlib.Path(...)",
     "Reading": "kvjax.analysis.read gives",
     "Columns": "kvjax.pallas_kernels.Columns()",
+    "Logits": "kvjax.pallas_kernels.Logits(softcap=50.0)",
 }
-UNTYPED = {  # parameters of these names have no class of their own
-    "model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
-    "config": Kind("a model's configuration, model.config", lambda x: hasattr(x, "num_kv_heads")),
-    "key": Kind("a PRNG key, such as jax.random.key(0), or None", lambda x: x is None or _is_key(x)),
-    "policy_params": Kind("a tree for each layer, as init_policy_params gives", lambda x: isinstance(x, tuple | list)),
-    "tokenizer": Kind("a tokenizer, such as models.load_tokenizer(...)", lambda x: hasattr(x, "decode")),
+KEY = Kind("a PRNG key, such as jax.random.key(0)", lambda x: _is_key(x))
+PRNGKey = Annotated[jax.Array | np.ndarray | None, Kind(f"{KEY.words}, or None", lambda x: x is None or KEY.holds(x))]
+LayerParams = Annotated[
+    Any, Kind("a tree for each layer, as init_policy_params gives", lambda x: x is None or isinstance(x, tuple | list))
+]
+PROTOCOLS = {
+    "Model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
+    "Config": Kind("a model's configuration, model.config", lambda x: hasattr(x, "num_kv_heads")),
+    "Tokenizer": Kind("a tokenizer, such as models.load_tokenizer(...)", lambda x: hasattr(x, "decode")),
 }
 HeadTable = Annotated[Any, numbers("L", "K")]
 Arrays = Annotated[Any, Kind("a tree of arrays", lambda x: all(map(_is_array, jax.tree.leaves(x))))]
@@ -150,6 +154,8 @@ _PLAIN: dict[Any, Kind] = {
     bool: Kind("True or False", lambda x: isinstance(x, bool | np.bool_)),
     type(None): Kind("None", lambda x: x is None),
     str: Kind("text", lambda x: isinstance(x, str)),
+    jax.Array: Kind("an array", lambda x: isinstance(x, jax.Array)),
+    np.ndarray: Kind("an array", lambda x: isinstance(x, np.ndarray)),
 }
 
 
@@ -182,7 +188,8 @@ def kind_of(hint: Any) -> Kind | None:
     if origin in (tuple, Sequence):
         each = kind_of(args[0]) or ANYTHING
         items = lambda x: np.asarray(x).tolist() if is_known(x) and x.ndim else x
-        holds = lambda x: isinstance(items(x), origin | list) and all(map(each.holds, items(x)))
+        listed = lambda x: isinstance(x, origin | list) and (not isinstance(x, str | bytes) or each.holds(x[:1]))
+        holds = lambda x: listed(items(x)) and all(map(each.holds, items(x)))
         return Kind(
             f"a {origin.__name__.lower()}{'' if each is ANYTHING else f' of which each is {each.words}'}", holds
         )
@@ -195,6 +202,8 @@ def kind_of(hint: Any) -> Kind | None:
     if Callable in (hint, typing.get_origin(hint)) or origin is types.FunctionType:
         return Kind("a function", callable)
     kind = origin or hint
+    if getattr(kind, "__name__", None) in PROTOCOLS:
+        return PROTOCOLS[kind.__name__]
     if (
         not isinstance(kind, type)
         or kind in (Any, Hashable)
@@ -222,6 +231,9 @@ _ARRAYS = {"Float": ("floats", np.floating), "Int": ("integers", np.integer), "B
 def _array(hint: Any) -> Kind:
     word, dtype = _ARRAYS.get(hint.dtype.__name__, ("numbers", np.generic))
     dims = tuple(hint.dim_str.split())
+    if hint.dtype.__name__ == "Key":
+        keys = lambda x: x.shape if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.shape[:-1]
+        return Kind(KEY.words, lambda x: KEY.holds(x) and _fit(dims, keys(x), {}))
 
     def holds(x: Any) -> bool:
         typed = _is_array(x) and (dtype is np.generic or jnp.issubdtype(x.dtype, dtype))
@@ -231,7 +243,8 @@ def _array(hint: Any) -> Kind:
 
 
 def _is_key(x: Any) -> bool:
-    return _is_array(x) and (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or x.dtype == np.uint32)
+    raw = lambda: x.dtype == np.uint32 and x.shape[-1:] == (2,)
+    return _is_array(x) and (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or raw())
 
 
 def _is_array(x: Any) -> bool:
@@ -283,8 +296,7 @@ def _kinds(f: Any) -> tuple[tuple[str, Any, Kind], ...]:
         each = [(x.name, x.default) for x in dataclasses.fields(f)]
     else:
         each = [(x.name, x.default) for x in inspect.signature(f).parameters.values()]
-    known = lambda n: kind_of(hints.get(n, Any)) or (None if isinstance(f, type) else UNTYPED.get(n))
-    return tuple((n, default, kind) for n, default in each if (kind := known(n)) is not None)
+    return tuple((n, default, kind) for n, default in each if (kind := kind_of(hints.get(n, Any))) is not None)
 
 
 def _hints(f: Any) -> dict[str, Any]:

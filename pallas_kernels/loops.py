@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.pallas_kernels.columns import Columns, accumulator
+from kvjax.pallas_kernels.logits import Logits
 
 MAX_SEGMENTS = 8
 LONG = 2048  # from so many rows on, twice as many segments are worth their compilation
@@ -26,9 +27,7 @@ class Tile:
 class Config:
     """Everything static about one call."""
 
-    scale: float
-    window: int | None
-    softcap: float | None
+    logits: Logits
     block: int
     together: int  # sequences in a block
     num_kv_heads: int  # of a sequence; where their sets of slots are sequences of their own, arrays have one
@@ -61,7 +60,7 @@ class Config:
         return [(lo, hi, tuple(i for i, s in enumerate(starts) if s <= lo)) for lo, hi in itertools.pairwise(bounds)]
 
 
-def products(config: Config, q, k):
+def products(logits: Logits, q, k):
     """Scaled and capped products of a block of rows "B K G R H" and keys, before bias and mask."""
     B, K, G, R, H = q.shape
     dtype = accumulator(q.dtype)
@@ -71,22 +70,12 @@ def products(config: Config, q, k):
         x = x.swapaxes(2, 3)
     else:
         x = jnp.einsum("bkrh,bksh->bkrs", rows, k, preferred_element_type=dtype)
-    x = x.reshape(B, K, G, R, -1)
-    if config.scale != 1:
-        x = x * jnp.asarray(config.scale, dtype)
-    return x if config.softcap is None else config.softcap * jnp.tanh(x / config.softcap)
+    return logits.of(x.reshape(B, K, G, R, -1), H)
 
 
-def visible(config: Config, q_pos, kv_pos, causal=True):
-    """Which keys a block of rows may read, "B K R S"."""
-    rows, keys = q_pos[:, None, :, None], kv_pos[:, :, None, :]
-    seen = (keys >= 0) & (keys <= rows if causal else rows >= 0)
-    return seen if config.window is None else seen & (rows - keys < config.window)
-
-
-def logits(config: Config, q, k, q_pos, kv_pos, bias, causal=True):
+def masked(config: Config, q, k, q_pos, kv_pos, bias, causal=True):
     """Masked logits of a block of rows "B K G R S", the mask "B K R S", and the products before bias and mask."""
-    x, seen = products(config, q, k), visible(config, q_pos, kv_pos, causal)
+    x, seen = products(config.logits, q, k), config.logits.visible(q_pos, kv_pos, causal)
     biased = x if bias is None else x + bias[:, :, :, None]
     return jnp.where(seen[:, :, None], biased, -jnp.inf), seen, x
 

@@ -27,7 +27,7 @@ def backend() -> Any:
     return mosaic_gpu
 
 
-def check_inputs(spec: bl.Logits, *xs: Array) -> None:
+def check_inputs(spec: bl.Spec, *xs: Array) -> None:
     """Raises NotImplementedError for what no Mosaic kernel computes."""
     for x in xs:
         if x.dtype.name not in ("bfloat16", "float16"):

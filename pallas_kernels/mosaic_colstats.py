@@ -20,7 +20,7 @@ from kvjax.pallas_kernels import mosaic as mo
 from kvjax.pallas_kernels.colstats import Pass
 
 
-def check_served(spec: bl.Logits, what: Pass, *xs: Array) -> None:
+def check_served(spec: bl.Spec, what: Pass, *xs: Array) -> None:
     """Raises NotImplementedError for what the kernel does not compute, and on an older jax."""
     mo.backend()
     mo.check_inputs(spec, *xs)
@@ -35,7 +35,7 @@ def attention_colstats(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     what: Pass,
     theta: Float[Array, "B K T"] | None = None,
     weight: Float[Array, "B T"] | None = None,

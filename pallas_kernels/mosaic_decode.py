@@ -26,7 +26,7 @@ def decode_attention(
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B K S"],
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     with_logits: bool = False,
     parts: int | None = None,
 ) -> tuple[Float[Array, "B N 1 H"], Float[Array, "B N 1"], Float[Array, "B K G S"] | None]:
@@ -63,8 +63,7 @@ def decode_attention(
     out = (weight[..., None] * out.astype(jnp.float32)).sum(2) / jnp.where(seen, mass, 1.0)[..., None]
     logits = None
     if with_logits:
-        logits = jnp.einsum("bkgh,bksh->bkgs", heads, k, preferred_element_type=accumulator(q.dtype)) * spec.scale
-        logits = logits if spec.softcap is None else spec.softcap * jnp.tanh(logits / spec.softcap)
+        logits = spec.of(jnp.einsum("bkgh,bksh->bkgs", heads, k, preferred_element_type=accumulator(q.dtype)), H)
     return out.reshape(B, N, 1, H).astype(q.dtype), total.reshape(B, N, 1), logits
 
 
@@ -74,7 +73,7 @@ def _parts(
     v: Float[Array, "B K S H"],
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B K S"],
-    spec: bl.Logits,
+    spec: bl.Spec,
     edges: list[int],
 ) -> tuple[Float[Array, "B K part G H"], Float[Array, "B K part G"]]:
     """Output and logsumexp over each range of whole blocks of slots between two edges."""

@@ -22,7 +22,7 @@ def flash_attention(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     *,
-    spec: bl.Logits,
+    spec: bl.Spec,
     multiplier: Float[Array, "B K T"] | None = None,
     ranges: tuple[Int[Array, "B K i"], Int[Array, "B K i"]] | None = None,
     stages: int = mo.STAGES,

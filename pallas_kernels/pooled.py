@@ -10,7 +10,7 @@ queries.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +26,7 @@ from kvjax.pallas_kernels.columns import (
     rescaled,
     thresholds,
 )
+from kvjax.pallas_kernels.logits import Logits
 
 MIN_BLOCK = 16  # products of smaller blocks cost more than K times the arithmetic does
 MIN_HEADS = 4  # and so do those of fewer kv heads
@@ -44,30 +45,32 @@ def pooled_attention(
     num_kv_heads: int,
     in_order: bool = False,
     columns: Sequence[Columns] = (),
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    logits: Logits,
 ) -> Attention:
     """`kvjax.pallas_kernels.pooled_attention` in XLA: differentiable, statistics included."""
     B, N, _, H = q.shape
     K = num_kv_heads
     rows = q.reshape(B, K, N // K, H)
-    logits = _Logits(scale, softcap, None if bias is None else bias.astype(accumulator(q.dtype)))
+    bias = None if bias is None else bias.astype(accumulator(q.dtype))
+
+    def of(products: Float[Array, "B *K G P"]) -> Float[Array, "B *K G P"]:
+        x = logits.of(products, H)
+        return x if bias is None else x + bias.reshape(B, *(1,) * (x.ndim - 3), *bias.shape[1:])
+
     owner = jnp.where(kv_pos >= 0, owner, -1) if not in_order else owner
-    seen = pool_visible(owner, q_pos, kv_pos, window)
+    seen = pool_visible(owner, q_pos, kv_pos, logits.window)
     blocks = in_order and K >= MIN_HEADS
     size = min(block_size(kv_pos.shape[1]), _power_of_two(kv_pos.shape[1] // (2 * K))) if blocks else 1
-    by_slot = lambda: _slot_by_slot(rows, k, v, owner, seen, logits)
+    by_slot = lambda: _slot_by_slot(rows, k, v, owner, seen, of)
     if size < MIN_BLOCK:
         out, lse, x = by_slot()
     else:
         blocks = _Blocks.of(owner, size)
-        x = blocks.logits(rows, k, logits)
+        x = blocks.logits(rows, k, of)
         found = blocks.attend(x, v, seen, K)
         out, lse, x = lax.cond(blocks.cover(), lambda: found, by_slot)
     p = probabilities(x, lse, seen, owner)
-    options = {"num_kv_heads": K, "window": window}
-    measured = pool_columns(columns, p, x, seen, owner, q_pos, kv_pos, **options)
+    measured = pool_columns(columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads=K, window=logits.window)
     return Attention(out.reshape(B, N, 1, H).astype(q.dtype), lse.reshape(B, N, 1), measured)
 
 
@@ -81,22 +84,7 @@ def block_size(num_slots: int) -> int:
     return min(MAX_BLOCK, num_slots & -num_slots)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Logits:
-    """How logits follow from products."""
-
-    scale: float
-    softcap: float | None
-    bias: Float[Array, "B G P"] | None = None
-
-    def __call__(self, products: Float[Array, "B *K G P"]) -> Float[Array, "B *K G P"]:
-        x = products * jnp.asarray(self.scale, products.dtype)
-        x = x if self.softcap is None else self.softcap * jnp.tanh(x / self.softcap)
-        if self.bias is None:
-            return x
-        return x + self.bias.reshape(self.bias.shape[0], *(1,) * (x.ndim - 3), *self.bias.shape[1:])
-
-
+_Of = Callable[[Array], Array]  # from products to logits
 _Row = tuple[Float[Array, "B K G H"], Float[Array, "B K G"], Float[Array, "B G P"]]
 
 
@@ -106,7 +94,7 @@ def _slot_by_slot(
     v: Float[Array, "B P H"],
     owner: Int[Array, "B P"],
     seen: Bool[Array, "B P"],
-    logits: _Logits,
+    of: _Of,
 ) -> _Row:
     """The output, the logsumexp and the logits of every slot with the queries of its owner."""
     B, K, G, H = q.shape
@@ -116,7 +104,7 @@ def _slot_by_slot(
         x = lax.optimization_barrier(jnp.einsum("bph,bnh->bpn", k, rows, preferred_element_type=dtype)).swapaxes(1, 2)
     else:
         x = jnp.einsum("bnh,bph->bnp", rows, k, preferred_element_type=dtype)
-    x = logits(x.reshape(B, K, G, -1))
+    x = of(x.reshape(B, K, G, -1))
     e, mass, lse = _exponentials(x, seen, owner)
     out = jnp.einsum("bnp,bph->bnh", e.reshape(B, K * G, -1).astype(v.dtype), v, preferred_element_type=dtype)
     return out.reshape(B, K, G, H) * _inverse(mass)[..., None], lse, _select_owner(x, owner)
@@ -151,7 +139,7 @@ class _Blocks:
         B, NB, _, size = self.mine.shape
         return x.reshape(B, NB, size, *x.shape[2:])
 
-    def logits(self, q: Float[Array, "B K G H"], k: Float[Array, "B P H"], logits: _Logits) -> Float[Array, "B G P"]:
+    def logits(self, q: Float[Array, "B K G H"], k: Float[Array, "B P H"], of: _Of) -> Float[Array, "B G P"]:
         """Of every slot with the queries of its owner, for slots that belong to one of the two."""
         B, K, G, H = q.shape
         NB = self.owners.shape[1]
@@ -162,7 +150,7 @@ class _Blocks:
         both = both.reshape(B, NB, 2 * G, H)
         x = jnp.einsum("bnsh,bnrh->bnsr", self._split(k), both, preferred_element_type=accumulator(q.dtype))
         x = jnp.where(self.mine[:, :, 0, :, None], x[..., :G], x[..., G:])
-        return logits(x.reshape(B, -1, G).swapaxes(1, 2))
+        return of(x.reshape(B, -1, G).swapaxes(1, 2))
 
     def attend(self, x: Float[Array, "B G P"], v: Float[Array, "B P H"], seen: Bool[Array, "B P"], K: int) -> _Row:
         """`_slot_by_slot`, from the logits."""

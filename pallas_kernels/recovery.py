@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels.columns import Recovery, accumulator
+from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.loops import MAX_SEGMENTS
 from kvjax.pallas_kernels.xla import block_size
 
@@ -26,9 +27,7 @@ def recovered_attention(
     bias: Float[Array, "B N S"] | None = None,
     *,
     tolerance: float | None,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    logits: Logits,
 ) -> Recovery:
     """`kvjax.pallas_kernels.recovered_attention` in XLA. Memory grows with the slots of one block of rows."""
     B, N, T, H = q.shape
@@ -57,12 +56,10 @@ def recovered_attention(
                 # Zero, but not before the last block is done: XLA would otherwise hold several blocks at once.
                 here = here + (sums[0][:, :1, None] > jnp.inf).astype(q.dtype)
                 x = jnp.einsum("krh,ksh->krs", here, k[:, :width], preferred_element_type=dtype)
-                x = x.reshape(K, G, R, width)
-                x = x * jnp.asarray(scale, dtype)
-                x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+                x = logits.of(x.reshape(K, G, R, width), H)
                 x = x if bias is None else x + bias[..., :width]
                 seen = (keys >= 0) & (keys <= rows)
-                seen = seen if window is None else seen & (rows - keys < window)
+                seen = seen if logits.window is None else seen & (rows - keys < logits.window)
                 x = jnp.where(seen[:, None], x, -jnp.inf)
                 e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
                 total = e.sum(-1)

@@ -20,13 +20,7 @@ from kvjax.pallas_kernels.columns import (
     rescaled,
     thresholds,
 )
-
-
-def visible(q_pos: Int[Array, "B T"], kv_pos: Int[Array, "B K S"], window: int | None) -> Bool[Array, "B K T S"]:
-    """Which keys a row may read: live (position not negative), not later than the row, inside the sliding window."""
-    q, k = q_pos[:, None, :, None], kv_pos[:, :, None, :]
-    seen = (k >= 0) & (k <= q)
-    return seen if window is None else seen & (q - k < window)
+from kvjax.pallas_kernels.logits import Logits
 
 
 def attention(
@@ -38,9 +32,7 @@ def attention(
     bias: Float[Array, "B N S"] | None = None,
     *,
     columns: Sequence[Columns] = (),
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    logits: Logits,
 ) -> Attention:
     """`kvjax.pallas_kernels.attention` with the whole matrix: the specification."""
     B, N, T, H = q.shape
@@ -48,46 +40,42 @@ def attention(
     dtype = accumulator(q.dtype)
     q, k_, v_ = (x.astype(dtype) for x in (q.reshape(B, K, N // K, T, H), k, v))
 
-    logits = jnp.einsum("bkgth,bksh->bkgts", q, k_) * scale
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    x = logits.of(jnp.einsum("bkgth,bksh->bkgts", q, k_), H)
     if bias is not None:
-        logits = logits + bias.reshape(B, K, N // K, 1, -1).astype(dtype)
-    seen = visible(q_pos, kv_pos, window)
-    p, lse = _softmax(logits, seen)
+        x = x + bias.reshape(B, K, N // K, 1, -1).astype(dtype)
+    seen = logits.visible(q_pos, kv_pos)
+    p, lse = _softmax(x, seen)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v_)
-    measured = tuple(column(spec, p, logits, seen, q_pos, kv_pos, window) for spec in columns)
+    measured = tuple(column(spec, p, x, seen, q_pos, kv_pos, logits) for spec in columns)
     return Attention(out.reshape(B, N, T, -1), lse.reshape(B, N, T), measured)
 
 
-def _softmax(logits, seen):
+def _softmax(x, seen):
     """Probabilities and logsumexp of masked logits; zeros and -inf for a row that sees nothing."""
-    logits = jnp.where(seen[:, :, None], logits, -jnp.inf)
-    top = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(logits.dtype).min)  # finite, so such a row is not NaN
-    e = jnp.exp(logits - top)
+    x = jnp.where(seen[:, :, None], x, -jnp.inf)
+    top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(x.dtype).min)  # finite, so such a row is not NaN
+    e = jnp.exp(x - top)
     mass = e.sum(-1, keepdims=True)
     return e / jnp.where(mass > 0, mass, 1.0), (top + jnp.log(mass))[..., 0]
 
 
-def column(spec: Columns, p, logits, seen, q_pos, kv_pos, window):
-    """One statistic of the matrix `p` "B K G T S", or of another softmax of the same logits."""
+def column(spec: Columns, p, x, seen, q_pos, kv_pos, logits: Logits):
+    """One statistic of the matrix `p` "B K G T S", or of another softmax of the same logits `x`."""
     B, K, G, T, _ = p.shape
     own = spec.softmax
     if own is not None:
         if not own.causal:
-            seen = (kv_pos >= 0)[:, :, None] & (q_pos >= 0)[:, None, :, None]
-            if window is not None:
-                seen &= q_pos[:, None, :, None] - kv_pos[:, :, None] < window
+            seen = logits.visible(q_pos, kv_pos, causal=False)
         if own.before is not None:
             seen = seen & (kv_pos[:, :, None] < own.before[:, None, None, None])
         if own.noise is not None:
             seed = None if own.seed is None else own.seed[:, None, None, None, None]
             head = head_numbers(own, K * G).reshape(1, K, G, 1, 1)
             noise = draw_noise(own, seed, head, q_pos[:, None, None, :, None], kv_pos[:, :, None, None, :])
-            logits = logits + jnp.asarray(noise, logits.dtype)
+            x = x + jnp.asarray(noise, x.dtype)
         if own.multiplier is not None:
-            logits = rescaled(logits, own.multiplier[:, :, None, :, None].astype(p.dtype))
-        p, _ = _softmax(logits, seen)
+            x = rescaled(x, own.multiplier[:, :, None, :, None].astype(p.dtype))
+        p, _ = _softmax(x, seen)
     if not spec.count_self:
         p = jnp.where(q_pos[:, None, None, :, None] == kv_pos[:, :, None, None, :], 0.0, p)
 
@@ -119,9 +107,7 @@ def pooled_attention(
     num_kv_heads: int,
     in_order: bool = False,
     columns: Sequence[Columns] = (),
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    logits: Logits,
 ) -> Attention:
     """`kvjax.pallas_kernels.pooled_attention` over a dense cache as long as the pool: slots of other heads are dead."""
     del in_order
@@ -130,8 +116,7 @@ def pooled_attention(
     dense = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:]))
     pos = jnp.where(mine, kv_pos[:, None], -1)
     bias = None if bias is None else dense(bias).reshape(q.shape[0], q.shape[1], -1)
-    options = {"scale": scale, "window": window, "softcap": softcap}
-    found = attention(q, dense(k), dense(v), q_pos, pos, bias, columns=columns, **options)
+    found = attention(q, dense(k), dense(v), q_pos, pos, bias, columns=columns, logits=logits)
 
     def gather(x):
         """Every slot's number from "B K ... P", one kv head's axis gone."""
@@ -152,16 +137,13 @@ def recovered_attention(
     bias: Float[Array, "B N S"] | None = None,
     *,
     tolerance: float | None,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    logits: Logits,
 ) -> Recovery:
     """`kvjax.pallas_kernels.recovered_attention` with the whole matrix: the specification."""
     rows = Columns(group=None, summed=False)
-    options = {"scale": scale, "window": window, "softcap": softcap}
-    (p,) = attention(q, k, k, q_pos, kv_pos, bias, columns=(rows,), **options).columns
+    (p,) = attention(q, k, k, q_pos, kv_pos, bias, columns=(rows,), logits=logits).columns
     p = p.reshape(*kv_pos.shape[:2], -1, *p.shape[2:]).mean(2)
-    seen = visible(q_pos, kv_pos, window)
+    seen = logits.visible(q_pos, kv_pos)
     mass, same = [], []
     for mask, band in zip(masks, bands, strict=True):
         kept = jnp.broadcast_to(mask[:, :, None], seen.shape)

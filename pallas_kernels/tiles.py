@@ -20,7 +20,6 @@ from kvjax.pallas_kernels.loops import (
     products,
     read_block,
     sequences,
-    visible,
     write_block,
 )
 
@@ -70,7 +69,7 @@ def attend_tiles(config: Config, stop: int, kind, q, lse, k, v, q_pos, kv_pos, b
     visits follows from what is known of any call: row `i` sees no slot after `offset + i`. Under a window, keys before
     the first tile that holds a position in reach are skipped, wherever it stands.
     """
-    tile = config.tile
+    tile, logits = config.tile, config.logits
     if tile is None or not stop:
         return q, lse
     bb, R, W, S = tile.together, tile.rows, min(tile.keys, config.num_slots), config.num_slots
@@ -90,9 +89,9 @@ def attend_tiles(config: Config, stop: int, kind, q, lse, k, v, q_pos, kv_pos, b
             out, lse = carry
             here = read_block(q_pos, b, bb, i, R, 1)
             first, last = jnp.where(here >= 0, here, latest).min(), here.max()
-            qi, scaled = of_bits(read_block(out, b, bb, i, R, 3), kind), config
-            if kind == dtype or math.frexp(config.scale)[0] == 0.5:  # a product a query, where that is exact
-                qi, scaled = qi * jnp.asarray(config.scale, kind), dataclasses.replace(config, scale=1.0)
+            qi, scaled = of_bits(read_block(out, b, bb, i, R, 3), kind), logits
+            if kind == dtype or math.frexp(logits.factor(H))[0] == 0.5:  # a product a query, where that is exact
+                qi, scaled = qi * jnp.asarray(logits.factor(H), kind), dataclasses.replace(logits, scale=1.0)
 
             def keys(j, state):
                 start = jnp.minimum(j * W, S - W)
@@ -103,7 +102,7 @@ def attend_tiles(config: Config, stop: int, kind, q, lse, k, v, q_pos, kv_pos, b
                     if bias_ is not None:
                         x = x + cut(bias_, 3)[:, :, :, None]
                     if masked:
-                        x = jnp.where(visible(config, here, pos)[:, :, None], x, -jnp.inf)
+                        x = jnp.where(logits.visible(here, pos)[:, :, None], x, -jnp.inf)
                     higher = jnp.maximum(top, x.max(-1))
                     e = jnp.exp(x - higher[..., None])
                     shrink = jnp.exp(top - higher)
@@ -112,14 +111,14 @@ def attend_tiles(config: Config, stop: int, kind, q, lse, k, v, q_pos, kv_pos, b
 
                 pos = jnp.where(start + jnp.arange(W) >= j * W, cut(kv_pos_, 2), -1)  # the last tile reads none twice
                 all_seen = (oldest[:, j] >= 0) & (newest[:, j] <= here.min()) & (start == j * W)
-                if config.window is not None:
-                    all_seen &= last - oldest[:, j] < config.window
+                if logits.window is not None:
+                    all_seen &= last - oldest[:, j] < logits.window
                 see = functools.partial(update, False), functools.partial(update, True)
                 return lax.cond(all_seen.all(), *see, pos, *state)
 
             begin = jnp.int32(0)
-            if config.window is not None:
-                begin = jnp.argmax((newest > first - config.window).any(0)).astype(jnp.int32)
+            if logits.window is not None:
+                begin = jnp.argmax((newest > first - logits.window).any(0)).astype(jnp.int32)
             end = (jnp.minimum(S, config.offset + (i + 1) * R) + W - 1) // W
             shape = (bb, q.shape[1], G, R)
             start = jnp.full(shape, jnp.finfo(dtype).min), jnp.zeros(shape, dtype), jnp.zeros((*shape, H), dtype)

@@ -36,14 +36,15 @@ from kvjax.pallas_kernels.columns import (
     rescaled,
     thresholds,
 )
+from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.loops import (
     Config,
     Tile,
     add_prefix,
     as_bits,
     first_keys,
-    logits,
     loop,
+    masked,
     of_bits,
     read_block,
     sequences,
@@ -99,9 +100,7 @@ def attention(
     bias: Float[Array, "B N S"] | None = None,
     *,
     columns: Sequence[Columns] = (),
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    logits: Logits,
     block: tuple[int, int] | None = None,
     tile: tuple[int, int, int] | None = None,
 ) -> Attention:
@@ -123,7 +122,7 @@ def attention(
         bias = bias.reshape(B, K, G, S).astype(accumulator(q.dtype))
     arrays: Any = q.reshape(B, K, G, T + pad, H), k, v, q_pos, kv_pos, bias
     columns = tuple(columns)
-    config = Config(scale, window, softcap, rows, together, K, S, T + pad, pad, S - T)
+    config = Config(logits, rows, together, K, S, T + pad, pad, S - T)
     unread = config.first_block([c for c in columns if c.fused]) * rows
     cut = tile_size(G, unread, S) if tile is None else Tile(*tile)
     if cut is None and together == B * K:  # nothing to cut: both axes stay, as a mesh may have divided them
@@ -265,7 +264,7 @@ def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
 
             def block(i, total):
                 rows = read_block(q_pos, b, bb, i, bq, 1)
-                _, seen, x = logits(config, read_block(q, b, bb, i, bq, 3), k_, rows, kv_pos_, None, own.causal)
+                _, seen, x = masked(config, read_block(q, b, bb, i, bq, 3), k_, rows, kv_pos_, None, own.causal)
                 x = x if bias_ is None else x + bias_[:, :, :, None]
                 if own.before is not None:
                     seen &= kv_pos_[:, :, None] < sequences(own.before, b, bb)[:, None, None, None]
@@ -315,7 +314,7 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
             def block(i, carry):
                 out, lse, sums = carry
                 rows = read_block(q_pos, b, bb, i, bq, 1)
-                x, seen, _ = logits(config, of_bits(read_block(out, b, bb, i, bq, 3), kind), k_, rows, kv_pos_, bias_)
+                x, seen, _ = masked(config, of_bits(read_block(out, b, bb, i, bq, 3), kind), k_, rows, kv_pos_, bias_)
                 top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
                 e = jnp.exp(x - top)
                 mass = e.sum(-1)
@@ -369,7 +368,7 @@ def _attention_bwd(config, structure, residuals, cotangents):
     d_out, d_lse = zeros(d_out, out).astype(dtype), zeros(d_lse, lse).astype(dtype)
     delta = jnp.einsum("bkgth,bkgth->bkgt", d_out, out.astype(dtype)) - d_lse
     finite_lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
-    bb, bq = config.together, config.block
+    bb, bq, softcap, scale = config.together, config.block, config.logits.softcap, config.logits.factor(q.shape[-1])
     carry: Any = (q, *(None if x is None else jnp.zeros(x.shape, dtype) for x in (k, v, bias)))
     for lo, hi, _ in config.segments(()):
         width = config.prefix(hi)
@@ -382,16 +381,16 @@ def _attention_bwd(config, structure, residuals, cotangents):
             def block(i, carry):
                 dq, dk, dv, dbias = carry
                 qi = read_block(dq, b, bb, i, bq, 3)
-                x, _, capped = logits(config, qi, k_, read_block(q_pos, b, bb, i, bq, 1), kv_pos_, bias_)
+                x, _, capped = masked(config, qi, k_, read_block(q_pos, b, bb, i, bq, 1), kv_pos_, bias_)
                 p = jnp.exp(x - read_block(finite_lse, b, bb, i, bq, 3)[..., None])
                 do = read_block(d_out, b, bb, i, bq, 3)
                 dv = dv + jnp.einsum("bkgrs,bkgrh->bksh", p, do)
                 dp = jnp.einsum("bkgrh,bksh->bkgrs", do, v_.astype(dtype))
                 dx = p * (dp - read_block(delta, b, bb, i, bq, 3)[..., None])
                 dbias = None if dbias is None else dbias + dx.sum(3)
-                if config.softcap is not None:
-                    dx = dx * (1.0 - (capped / config.softcap) ** 2)
-                dx = dx * jnp.asarray(config.scale, dtype)
+                if softcap is not None:
+                    dx = dx * (1.0 - (capped / softcap) ** 2)
+                dx = dx * jnp.asarray(scale, dtype)
                 dk = dk + jnp.einsum("bkgrs,bkgrh->bksh", dx, qi.astype(dtype))
                 dqi = jnp.einsum("bkgrs,bksh->bkgrh", dx, k_.astype(dtype)).astype(dq.dtype)
                 return write_block(dq, dqi, b, bb, i, bq, 3), dk, dv, dbias

@@ -37,12 +37,12 @@ def _counts(file: str) -> bool:
 
 
 def entered(call: Callable[[], Any]) -> set[CodeType]:
-    """The named functions of the library that a call enters; models and kernels are not counted."""
+    """The functions of the library that a call enters, lambdas too; models and kernels are not counted."""
     found: set[CodeType] = set()
 
     def look(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and _counts(code.co_filename) and not code.co_name.startswith("<"):
+        if event == "call" and _counts(code.co_filename):
             found.add(code)
 
     sys.setprofile(look)
@@ -77,7 +77,10 @@ def calls() -> dict[str, int]:
     """How much there is to step through, before programs are compiled and afterwards."""
     call = generate()
     jax.clear_caches()
-    return {"functions that generate enters": len(entered(call)), "functions that it enters again": len(entered(call))}
+    first, again = entered(call), entered(call)
+    lines = {(code.co_filename, line) for code in first for *_, line in code.co_lines() if line}
+    found = {"functions that generate enters": len(first), "functions that it enters again": len(again)}
+    return found | {"lines of code in functions that generate enters": len(lines)}
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def info_of(policy: Policy, layer: int) -> LayerInfo:
     return LayerInfo(layer, LAYERS, N, N if policy.layout.by_query_head else K, H, T, 0, D)
 
 
-def update_memory(policy, kv, stats, ctx):
+def updated(policy, kv, stats, ctx):
     """The layer after the policy's decision. `stats` are in the order of what the policy observes."""
     stats = Stats(zip(policy.observe("prefill"), stats, strict=True))
     return policy.update_layers((kv,), (stats,), (ctx,))[0] if policy.joint else policy.update(kv, stats, ctx)

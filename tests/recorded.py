@@ -15,7 +15,7 @@ import kvjax
 from kvjax import budgets, methods
 from kvjax.compose import across
 from kvjax.contract import Layout
-from kvjax.methods import counts, easykv, kvpress, variants
+from kvjax.methods.released import counts, easykv, factory, kvpress, papers
 from kvjax.models.rope import Rope
 from kvjax.scores.softmax import Noisy
 from tests import tensors
@@ -27,7 +27,7 @@ CHECKS = r"tokens(, within \d+)?(, equal scores aside)?|counts"
 WIDTH = 130  # every prompt is padded to it, so that all share programs
 ROPE = Rope(theta=peer_tensors.THETA)
 NAMES = {
-    **{"kvjax": kvjax, "methods": methods, "kvpress": kvpress, "variants": variants, "easykv": easykv},
+    **{"kvjax": kvjax, "methods": methods, "papers": papers, "factory": factory, "kvpress": kvpress, "easykv": easykv},
     **{
         "across": across,
         "budgets": budgets,

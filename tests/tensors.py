@@ -13,6 +13,7 @@ import kvjax
 from kvjax.compose.across import AcrossLayers
 from kvjax.contract import EMPTY, AttentionInputs, compiled
 from kvjax.models import ModelConfig
+from kvjax.pallas_kernels import Logits
 from kvjax.run.layers import embed, step
 
 
@@ -71,8 +72,9 @@ class Tensors:
         """The given queries, keys and values of these columns."""
         tokens = x[..., 0].astype(jnp.int32)
         cut = lambda y: jnp.take_along_axis(y, tokens[:, None, :, None], 2)
-        how = {n: getattr(self, n) for n in ("rotate", "scale", "slopes", "softcap")}
-        how |= {"out_proj": params.get("out_proj"), "window": self.config.window(layer)}
+        slopes = None if self.slopes is None else jnp.asarray(self.slopes, jnp.float32)
+        logits = Logits(self.scale, self.softcap, self.config.window(layer), slopes)
+        how = {"rotate": self.rotate, "out_proj": params.get("out_proj"), "logits": logits}
         if "hidden" in params:
             how["hidden"] = cut(params["hidden"][:, None])[:, 0]
         out, cache, found = attend(cache, *(cut(params[n]) for n in "qkv"), layer=layer, **how)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Columns, Softmax, attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
 from kvjax.pallas_kernels.columns import draw_noise
 from tests import tensors
 
@@ -22,7 +22,7 @@ def test_e13_group_reduction_order(examples):
         "mean_then_gt_half": Columns(rows=1, element="above", threshold=0.5 + 1e-6, group="mean", group_at="before"),
         "gt_half_then_sum": Columns(rows=1, element="above", threshold=0.5, group="sum", group_at="after"),
     }
-    found = attention(q, k, v, pos[None], pos[None, None], columns=list(wanted.values()), scale=1.0).columns
+    found = attention(q, k, v, pos[None], pos[None, None], columns=list(wanted.values()), logits=Logits(1.0)).columns
     for name, x in zip(wanted, found, strict=True):
         np.testing.assert_allclose(x[0, 0], e["expected"][name], atol=1e-6, err_msg=name)
 
@@ -40,7 +40,7 @@ def test_e16_column_reduction(examples, implementation):
         q_pos[None],
         pos[None, None],
         columns=columns,
-        scale=e["params"]["scale"],
+        logits=Logits(e["params"]["scale"]),
         implementation=implementation,
     )
     causal = run(pos)
@@ -61,7 +61,7 @@ def _logits_attention(logits, columns, **softmax):
     n = logits.shape[0]
     q, k = jnp.asarray(np.where(logits < -1e8, 0, logits), jnp.float32)[None, None], jnp.eye(n)[None, None]
     pos = jnp.arange(n, dtype=jnp.int32)
-    return attention(q, k, k, pos[None], pos[None, None], columns=columns, scale=1.0, **softmax).columns
+    return attention(q, k, k, pos[None], pos[None, None], columns=columns, logits=Logits(1.0), **softmax).columns
 
 
 def test_e24_e25_keyformer_scores(examples, monkeypatch):

@@ -44,6 +44,12 @@ def test_budgets_that_cost_as_much(make, expected):
     assert board.budget_for(lambda b: methods.snapkv(b, window=8), CONFIG, 0.5, RUN) == 64 - 32
 
 
+def test_one_task_is_asked_alone_of_the_parts_that_have_it():
+    one = Board(only=("key_value",))
+    assert one.asked == ("in_prompt", "after_compression")
+    assert one.setup(PARTS["in_prompt"]).task_names == ("key_value",)
+
+
 def test_what_a_model_lacks_is_left_out_and_said(tmp_path, monkeypatch, capsys):
     """By default; a method that is named is refused instead. So is what has no tokens that could be protected."""
     for file in EMBEDDED.iterdir():
@@ -139,6 +145,15 @@ def test_where_the_full_cache_scores_nothing_the_map_is_empty():
         ({"bytes": (0.25, 1.5)}, "must be shares of the full cache between 0 and 1"),
         ({"examples": 0}, "examples"),
         ({"parts": ("summary",)}, "summary cannot be asked of embedded, whose language has no words for it"),
+        ({"only": ("niah",)}, "no part asks 'niah' of embedded; its tasks are single_needle, several_"),
+        (
+            {"parts": ("perplexity",), "only": ("key_value",)},
+            "no part asks 'key_value' of embedded; its tasks are perplexity$",
+        ),
+        (
+            {"parts": ("in_prompt", "perplexity"), "only": ("key_value",)},
+            "perplexity cannot be asked of embedded, of whose tasks none is in only",
+        ),
         ({"metrics": ("rogue_l",)}, "rogue_l"),
         ({"metrics": ("bleu", "bleu")}, r"metrics has 'bleu' twice; give each once"),
         ({"tune": 0}, r"tune=0 .* without protect and live, and is none of the seeds 0$"),

@@ -10,13 +10,13 @@ import pytest
 import kvjax
 from kvjax import Evict, Policy, methods, models
 from kvjax.contract import Score
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.observe import Rows
 from kvjax.run.checks import check_prompts
 from tests import tensors
 
 IDS = np.asarray(tensors.token_ids(2, 24))
-FASTGEN, STEPWISE = methods.fastgen((1,), (2,)), variants.h2o_stepwise_mask(8)
+FASTGEN, STEPWISE = methods.fastgen((1,), (2,)), papers.h2o_stepwise_mask(8)
 WHOLE = "FastGen looks at the whole prompt at once, but block=5 reads 24 tokens in parts; use block=None"
 ROWS = (
     "every row of StepwiseMask decides what the next one reads, but block={} reads 24 tokens otherwise than one by one"
@@ -33,7 +33,7 @@ ROWS = (
             5,
             "FastGen looks at the whole prompt",
         ),
-        (variants.h2o_next_step_mask(8), 5, "NextStepMask looks at the whole prompt"),
+        (papers.h2o_next_step_mask(8), 5, "NextStepMask looks at the whole prompt"),
         (STEPWISE, None, ROWS.format(None)),
         (STEPWISE, 5, ROWS.format(5)),
     ],

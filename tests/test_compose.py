@@ -12,7 +12,7 @@ from kvjax import methods, models
 from kvjax.budgets import STEP, HeadShares, LayerShares, Schedule
 from kvjax.compose import across
 from kvjax.contract import Layout, Rewrite
-from kvjax.methods import variants
+from kvjax.methods.released import factory, papers
 from kvjax.scores.attention import Recency
 from kvjax.storage import Pool
 from tests import table, tensors
@@ -43,7 +43,7 @@ def planned(policy, layers=1, n=60, more=8):
 PAIRS = {
     "duo": (FULL, STREAMING),
     "draws": (methods.random(9), methods.keyformer(7, recent=3)),
-    "chain": (kvjax.chain(methods.snapkv(14, window=4), variants.tova_by_head(9)), FULL),
+    "chain": (kvjax.chain(methods.snapkv(14, window=4), papers.tova_by_head(9)), FULL),
 }
 
 
@@ -140,7 +140,7 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
         (lambda: Schedule(before=True), "evicts before every step; give every=1"),
         (lambda: kvjax.when(STEP, methods.quest(64)), "has no schedule"),
         (lambda: kvjax.when(STEP, methods.fastgen((1,), (2,))), "has no schedule"),
-        (lambda: kvjax.when(STEP, variants.h2o_stepwise_mask(8)), "has no schedule"),
+        (lambda: kvjax.when(STEP, papers.h2o_stepwise_mask(8)), "has no schedule"),
         (lambda: kvjax.when(Schedule(every=1, before=True), H2O), "evicts before rows are read, but Accumulated or"),
         *(
             (lambda p=p: kvjax.when(STEP, p), r"observes of prompts alone, but Schedule\(.*evicts while decoding; use")
@@ -284,7 +284,7 @@ def test_layers_that_share_a_decision_have_one_budget():
         with pytest.raises(ValueError, match="budgets or tables of layers 0 and 1 differ"):
             planned(kvjax.shared_layers(uneven), layers=3)
     with pytest.raises(ValueError, match="a partition gives layers policies of their own"):
-        planned(kvjax.shared_layers(variants.knorm_factory(8)), layers=3)
+        planned(kvjax.shared_layers(factory.knorm_factory(8)), layers=3)
     even = dataclasses.replace(h2o, layers=LayerShares((1.0,) * 3), heads=HeadShares(((3.0, 1.0),) * 3))
     first, *others = kept(kvjax.shared_layers(even))
     assert others == [first] * 2

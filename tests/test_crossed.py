@@ -21,6 +21,7 @@ from kvjax.decide.rewrite import Reference, shares
 from kvjax.methods.profile import Kinds, WholeQueries
 from kvjax.models.rope import Rope
 from kvjax.observe import Rows
+from kvjax.pallas_kernels import Logits
 from kvjax.run.layers import step
 from kvjax.storage import empty
 from kvjax.storage.pool import to_pool
@@ -145,7 +146,7 @@ class Formulas:
         self.bias = np.array(SLOPES)[None, :, None] * behind[:, None]
 
     def columns(self, found):
-        how = {"scale": SCALE, "window": WINDOW, "softcap": CAP, "bias": self.bias, "columns": [found]}
+        how = {"logits": Logits(SCALE, CAP, WINDOW), "bias": self.bias, "columns": [found]}
         return attention(self.rq, self.rk, self.v, POS, np.where(LIVE, POS[:, None], EMPTY), **how)[2][0]
 
     def of_a_kind(self, o):

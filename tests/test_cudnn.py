@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods, models
-from kvjax.pallas_kernels import attention, cudnn, use
+from kvjax.pallas_kernels import Logits, attention, cudnn, use
 from kvjax.pallas_kernels import blocks as bl
 from tests.test_pallas_ir import lower
 
@@ -27,8 +27,8 @@ def prompt(dtype="float32"):
 @pytest.mark.parametrize("window", [None, 3])
 def test_padding_stands_behind_the_rows_there(window):
     q, k, v, pos, held = prompt()
-    out, lse = cudnn.flash_attention(q, k, v, pos, spec=bl.Logits(H**-0.5, window), by="xla")
-    expected = attention(q, k, v, pos, held, window=window, implementation="reference")
+    out, lse = cudnn.flash_attention(q, k, v, pos, spec=bl.Spec(H**-0.5, window=window), by="xla")
+    expected = attention(q, k, v, pos, held, logits=Logits(window=window), implementation="reference")
     np.testing.assert_allclose(out, expected.out, atol=1e-5)
     np.testing.assert_allclose(lse, expected.lse, atol=1e-5)
 
@@ -38,7 +38,7 @@ def test_padding_stands_behind_the_rows_there(window):
     [
         ({}, "float32"),
         ({"own": False}, "their own tokens"),
-        ({"softcap": 5.0, "dtype": "bfloat16"}, "no soft cap"),
+        ({"logits": Logits(softcap=5.0), "dtype": "bfloat16"}, "no soft cap"),
     ],
 )
 def test_what_it_does_not_serve_is_said(caplog, change, reason):

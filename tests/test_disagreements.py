@@ -20,10 +20,10 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import Pyramid, Share
 from kvjax.contract import LayerInfo, resolve
-from kvjax.methods import easykv, kvpress, variants
-from kvjax.methods.counts import FloorPyramid, InclusivePyramid, Truncated
-from kvjax.methods.parts import OverBatch
 from kvjax.methods.profile import FastGen
+from kvjax.methods.released import easykv, factory, kvpress, papers
+from kvjax.methods.released.counts import FloorPyramid, InclusivePyramid, Truncated
+from kvjax.methods.released.parts import OverBatch
 from kvjax.observe import Reread
 from kvjax.scores.attention import Faded
 from tests import recorded, tensors
@@ -115,11 +115,11 @@ def test_d05_one_run_for_all_or_a_draw_for_all():
         kept = tensors.evicted(policy, [IN_PROMPT] * 2)[0]
         return [sorted(set(range(PROMPT)) - set(head)) for kv in kept for head in tensors.live_positions(kv)[0]]
 
-    (first, *others) = gone(dataclasses.replace(variants.random_run(7), sinks=2))
+    (first, *others) = gone(dataclasses.replace(easykv.random_run(7), sinks=2))
     assert first == list(range(first[0], first[0] + PROMPT - 7))
     assert others == [first] * 3
     assert len({tuple(x) for x in gone(dataclasses.replace(methods.random(7), sinks=2))}) == 4
-    shared = gone(variants.random_shared(7))
+    shared = gone(papers.random_shared(7))
     assert shared[0] == shared[1]
     draw = lambda length, prompt: moment(None, length, prompt=prompt).uniform(jnp.zeros((1, 1, 1), jnp.int32)).item()
     assert draw(8, 8) == draw(16, 16)
@@ -129,8 +129,8 @@ def test_d05_one_run_for_all_or_a_draw_for_all():
 def test_d36_one_score_for_the_batch():
     """Each sequence's own without noise, added up."""
     x = dict(zip("qkv", tensors.qkv(8, B=2, N=4, K=K, T=PROMPT, H=8, sharpness=2.0), strict=True))
-    plain = variants.keyformer_drawn(7, recent=3, noise="none", tau=(1.0, 1.0))
-    both = dataclasses.replace(variants.keyformer_share_batch(7, recent=3), score=OverBatch(plain.score.of))
+    plain = papers.keyformer_drawn(7, recent=3, noise="none", tau=(1.0, 1.0))
+    both = dataclasses.replace(papers.keyformer_share_batch(7, recent=3), score=OverBatch(plain.score.of))
     of = lambda policy: tensors.evicted(policy, [x])[1][0]
     np.testing.assert_allclose(of(both), np.broadcast_to(of(plain).sum(0), (2, K, PROMPT)), rtol=1e-5)
 
@@ -167,7 +167,7 @@ def test_d14_the_block_loop_overspends():
 
 def test_d17_the_shares_of_the_released_code():
     n = np.array([131_072, 40_000, 2_049])
-    policy, table = variants.nacl_llama3(), methods.nacl(0.2)
+    policy, table = papers.nacl_llama3(), methods.nacl(0.2)
     tokens = lambda count, budget=None: resolve(count, n, budget).tolist()
     budget = resolve(policy.budget, n)
     assert tokens(policy.sinks) == [256] * 3
@@ -190,7 +190,7 @@ def test_d41_d42_integer_pyramids():
     at = lambda divide, b, n, layers, w=8: divide(np.array([b]), np.array([n - w]), layers, np.array([w]))[0]
     assert at(Pyramid(20), 120, 4096, 32).sum() == 32 * 120 == 3840
     assert at(FloorPyramid(20), 120, 4096, 32).sum() == 4016
-    assert variants.pyramidkv_factory(128).layers == FloorPyramid(20.0)
+    assert factory.pyramidkv_factory(128).layers == FloorPyramid(20.0)
     assert methods.pyramidkv(128).layers == Pyramid(20.0)
     # Shorter than twice the budget: uniform, a flatter integer pyramid, or what the first layers cannot use moves down.
     short = 200

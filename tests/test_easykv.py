@@ -7,8 +7,8 @@ import pytest
 
 import kvjax
 from kvjax.contract import LayerInfo
-from kvjax.methods import easykv
-from kvjax.methods.easykv import BlockSizes, block_sizes
+from kvjax.methods.released import easykv
+from kvjax.methods.released.easykv import BlockSizes, block_sizes
 from tests import tensors
 from tests.tensors import live_positions
 

@@ -11,13 +11,13 @@ from kvjax import methods
 from kvjax.budgets import Pyramid
 from kvjax.contract import Context, LayerInfo, Stats, Tree, resolve
 from kvjax.decide.select import TopK
-from kvjax.methods import variants
-from kvjax.methods.counts import FloorPyramid, FloorThenGlobal, HalfEven
-from kvjax.methods.easykv import block_sizes
 from kvjax.methods.nacl import Table4
-from kvjax.methods.simulations import NextStepMask
+from kvjax.methods.released import papers
+from kvjax.methods.released.counts import FloorPyramid, FloorThenGlobal, HalfEven
+from kvjax.methods.released.easykv import block_sizes
+from kvjax.methods.released.parts import NextStepMask
 from kvjax.observe import Rows
-from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.scores.attention import Accumulated, SparedByDeviation, Votes, rows_since
 from kvjax.storage import Layer, empty
 from tests import tensors
@@ -36,7 +36,7 @@ def test_e01_position_only(examples):
     assert keep(methods.full(), p) == e["expected"]["full"]
     assert keep(methods.window(budget), p) == e["expected"]["window"]
     assert keep(methods.streaming_llm(budget, sinks=e["params"]["sinks"]), p) == e["expected"]["streaming"]
-    assert keep(variants.dilated_window_anchored(budget, dilation=dilation), p) == e["expected"]["dilated_anchored"]
+    assert keep(papers.dilated_window_anchored(budget, dilation=dilation), p) == e["expected"]["dilated_anchored"]
     physical = (budget - 1) * (dilation + 1) + 1
     policy = methods.dilated_window(physical, dilation=dilation)
     assert keep(policy, p) == list(range(n - physical, n))
@@ -56,7 +56,7 @@ GRIDS = [(3, [0, 1, 2]), (6, [0, 3, 4, 5]), (9, [0, 3, 6, 8]), (12, [3, 6, 9, 11
 
 @pytest.mark.parametrize(("n", "wanted"), slow_but(GRIDS, *GRIDS[2:]))
 def test_a_dilated_window_is_filled_until_its_grid_has_enough(n, wanted):
-    assert keep(variants.dilated_window_anchored(4, dilation=2), uniform_rows(n)) == wanted
+    assert keep(papers.dilated_window_anchored(4, dilation=2), uniform_rows(n)) == wanted
 
 
 # --- accumulated attention ---
@@ -104,7 +104,7 @@ def test_e04_the_mask_with_one_slot_too_many(examples):
 def test_e05_stepwise_mask(examples):
     e = examples["E05"]
     p, (heavy, recent) = np.asarray(e["inputs"]["P"]), (e["params"]["heavy"], e["params"]["recent"])
-    policy = variants.h2o_stepwise_mask(heavy + recent, recent=recent)
+    policy = papers.h2o_stepwise_mask(heavy + recent, recent=recent)
     (observed,) = policy.observe("prefill")
     info, rows = LayerInfo(0, 1, 1, 1, 8, len(p), 16), []
     kv = empty(info, 1, jnp.float32, policy.memory(info), policy.layout, policy.writes, 0)
@@ -150,7 +150,7 @@ def test_e08_tova(examples):
     kept, score = read_tensors(policy, *arrays, scale=scale)
     np.testing.assert_allclose(score[0], e["expected"]["mean_row"], atol=1e-6)
     assert kept == [e["expected"]["kept_all_heads_mean"]] * 2
-    assert read_tensors(variants.tova_by_head(budget), *arrays, scale=scale)[0] == e["expected"]["kept_per_head"]
+    assert read_tensors(papers.tova_by_head(budget), *arrays, scale=scale)[0] == e["expected"]["kept_per_head"]
     forced = read_tensors(dataclasses.replace(policy, recent=1), *arrays, scale=scale)[0]
     assert forced[0] == e["expected"]["kept_mean_force_last"]
 
@@ -159,7 +159,7 @@ def test_e09_mean_attention(examples):
     e = examples["E09"]
     score = lambda policy: read(policy, e["inputs"]["P"])[1][0]
     np.testing.assert_allclose(score(methods.mas(6)), e["expected"]["mean_including_self_row"], atol=1e-6)
-    without = score(variants.of_later_rows(methods.mas(6)))
+    without = score(papers.of_later_rows(methods.mas(6)))
     np.testing.assert_allclose(without[:-1], e["expected"]["mean_excluding_self_row"][:-1], atol=1e-6)
     assert without[-1] > 1e37, "the newest token has no mean, and stays"
     assert e["expected"]["mean_excluding_self_row"][-1] is None
@@ -177,7 +177,7 @@ def test_e10_roco(examples):
     assert gone(make(2, 2, budget - 1), p) == e["expected"]["evicted_two_r2_protect_last2"]
     q, k, v, scale = tensors.from_probabilities(p)
     pos, columns = jnp.arange(6, dtype=jnp.int32), [Columns(), Columns(element="p2")]
-    sums, squares = attention(q, k, v, pos[None], pos[None, None], columns=columns, scale=scale).columns
+    sums, squares = attention(q, k, v, pos[None], pos[None, None], columns=columns, logits=Logits(scale)).columns
     np.testing.assert_allclose(sums[0, 0], e["expected"]["acc"], atol=1e-6)
     np.testing.assert_allclose(squares[0, 0], e["expected"]["acc_sq"], atol=1e-6)
     slots = slots_of(cache(range(6)), moment(None, 6, prompt=6))
@@ -209,7 +209,7 @@ def test_e14_nacl_shares(examples):
         assert share("random") == row["random_keep"]
         assert int(resolve(budget, n)[0]) == row["kept_total"]
         assert row["kept_total"] - share("recent") - share("random") == row["proxy_keep"]
-    policy = variants.nacl_llama3()
+    policy = papers.nacl_llama3()
     for name, length in (("n131072", 131072), ("n4096", 4096)):
         code, n = expected[f"code_defaults_{name}"], np.array([length])
         budget = resolve(policy.budget, n)
@@ -287,7 +287,7 @@ def test_e17_snapkv(examples):
     sizes = {"window": window, "kernel": e["params"]["kernel"]}
     q, k, v, scale = tensors.from_probabilities(p)
     average = methods.snapkv(budget, pooling="avg", **sizes)
-    snapkv, valid = methods.snapkv(budget, **sizes), variants.snapkv_valid_average(budget, **sizes)
+    snapkv, valid = methods.snapkv(budget, **sizes), papers.snapkv_valid_average(budget, **sizes)
 
     def of_head(i, policy):
         (kept,), (score,) = read_tensors(policy, q[:, i : i + 1], k, v, scale=scale)
@@ -302,8 +302,8 @@ def test_e17_snapkv(examples):
         np.testing.assert_allclose(of_head(i, valid)[1], wanted["pooled_avg_valid"][i], atol=1e-5)
         assert of_head(i, snapkv)[0] == wanted["kept_per_query_head_max"][i]
     for group in ("mean", "max", "sum"):
-        assert keep(variants.grouped(snapkv, group), p) == wanted[f"kept_kv_head_{group}_then_maxpool"]
-    assert keep(variants.snapkv_text(budget, outside=False, **sizes), p) == wanted["kept_pool_before_row_mean"]
+        assert keep(papers.grouped(snapkv, group), p) == wanted[f"kept_kv_head_{group}_then_maxpool"]
+    assert keep(papers.snapkv_text(budget, outside=False, **sizes), p) == wanted["kept_pool_before_row_mean"]
     assert keep(average, p) == wanted["kept_kv_head_avgpool_mean"]
     assert keep(valid, p) == wanted["kept_kv_head_avgpool_valid_mean"]
 
@@ -373,17 +373,17 @@ def test_layers_that_compete_keep_short_prompts_whole():
 def test_e38_limits_in_which_one_method_is_another(examples):
     """Of a padded batch."""
     sized = {"window": 4, "kernel": 3}
-    ahakv = variants.ahakv_without("gain", 10, recent=4)
+    ahakv = papers.ahakv_without("gain", 10, recent=4)
     snapkv = methods.snapkv(10, window=4, kernel=1)
     rows = {"recent": 0, "random": 0}
     pairs = {
         "nacl_all_rows_is_h2o": (methods.nacl(10, proxies=1.0, **rows), methods.h2o(10, recent=0)),
-        "nacl_last_row_is_tova": (methods.nacl(10, proxies=1, **rows), variants.tova_by_head(10)),
+        "nacl_last_row_is_tova": (methods.nacl(10, proxies=1, **rows), papers.tova_by_head(10)),
         "snapkv_kernel1_is_window_sum": (snapkv, kvjax.Evict(Accumulated(Rows(4)), 10, recent=4)),
         "ahakv_reduces_to_snapkv_order": (dataclasses.replace(ahakv, score=Accumulated(ahakv.score.of)), snapkv),
         "pyramid_beta1_is_uniform": (methods.pyramidkv(10, beta=1.0, **sized), methods.snapkv(10, **sized)),
         "keyformer_no_noise_tau1_is_h2o": (
-            variants.keyformer_drawn(10, noise="none", tau=(1.0, 1.0), recent=5),
+            papers.keyformer_drawn(10, noise="none", tau=(1.0, 1.0), recent=5),
             methods.h2o(10),
         ),
     }

@@ -12,9 +12,9 @@ from kvjax import methods
 from kvjax.budgets import STEP, Schedule, Share
 from kvjax.contract import Layout, Tree, resolve
 from kvjax.decide.select import Chunks, TopK, TwoStage, best
-from kvjax.methods import kvpress, variants
-from kvjax.methods.counts import Truncated
 from kvjax.methods.profile import STRATEGIES
+from kvjax.methods.released import kvpress, papers
+from kvjax.methods.released.counts import Truncated
 from kvjax.observe import FutureQueries, ProjectedValueNorm
 from kvjax.pallas_kernels import attention
 from kvjax.scores.attention import Accumulated
@@ -40,9 +40,9 @@ def test_e22_ahakv_prompt(examples):
     score = lambda policy: read_tensors(policy, q, k, v)[1][0]
     policy = methods.ahakv(params["budget"], **how)
     np.testing.assert_allclose(score(bare(policy)), wanted["F_raw"], atol=1e-6)
-    scaled = variants.ahakv_gain(params["budget"], apply="scaled", **how)
+    scaled = papers.ahakv_gain(params["budget"], apply="scaled", **how)
     np.testing.assert_allclose(score(bare(scaled)), wanted["F_scaled_literal"], atol=1e-6)
-    plain = variants.ahakv_without("gain", params["budget"], **how)
+    plain = papers.ahakv_without("gain", params["budget"], **how)
     np.testing.assert_allclose(score(bare(plain)), wanted["F_standard_softmax"], atol=1e-6)
     kv, ctx = cache(range(n), k=k, v=v), moment(None, n, prompt=n, phase="prefill")
     softmax = EntropyScaled(params["budget"])(inputs_of(kv, [[n - 2, n - 1]], ctx, q[:, :, -2:]))
@@ -54,7 +54,7 @@ def test_e22_ahakv_prompt(examples):
     np.testing.assert_allclose(prior * max(wanted["gamma"]), wanted["gamma"], atol=1e-4)
     np.testing.assert_allclose(found, wanted["F_hat"], atol=1e-6)
     assert kept == wanted["kept"]
-    without = variants.ahakv_without("prior", params["budget"], **how)
+    without = papers.ahakv_without("prior", params["budget"], **how)
     assert read_tensors(without, q, k, v)[0] == [wanted["kept_without_prior"]]
 
 
@@ -63,7 +63,7 @@ def test_e23_ahakv_decode_step(examples, seen):
     e, keys = examples["E23"], np.asarray(examples["E22"]["inputs"]["k"])
     wanted, at = e["expected"][f"{seen}_count"], e["inputs"]["kept_before"]
     k = numbers([*keys[at].tolist(), e["inputs"]["k_new"]])
-    policy = variants.ahakv_gain(e["params"]["budget"], recent=e["params"]["recent"], seen=seen)
+    policy = papers.ahakv_gain(e["params"]["budget"], recent=e["params"]["recent"], seen=seen)
     pos = [*at, e["inputs"]["new_position"]]
     kv = cache(pos, Tree(score=numbers([*e["inputs"]["F_before"], 0.0])), k=k, v=jnp.ones_like(k))
     ctx = moment(policy, 9, prompt=8, H=4)

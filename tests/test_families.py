@@ -30,7 +30,7 @@ class Voters:
     """Rows that vote, by their logits."""
 
     logits: jax.Array
-    q_pos: jax.Array
+    pos: jax.Array
 
     def votes(self, multiplier):
         """Of softmaxes of scaled logits, added up over rows."""

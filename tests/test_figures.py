@@ -10,10 +10,11 @@ from kvjax import analysis, methods, models
 from kvjax.experiments.papers import adakv, ahakv, attention, base, positions, roco, sparsity
 from kvjax.experiments.papers.attention import Layer, capture, fold_rows
 from kvjax.experiments.papers.base import Prompts, interval
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
 from kvjax.observe import Rows
+from kvjax.pallas_kernels import Logits
 from kvjax.pallas_kernels.columns import ROUNDING
 from tests.tensors import live_positions, qkv, token_ids
 
@@ -51,13 +52,13 @@ def logits(layer):
     """Scaled logits "B N T T" with -inf where a row does not see a key."""
     q, k = (np.asarray(x, np.float64) for x in (layer.q, layer.k))
     k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-    x = np.einsum("bnth,bnsh->bnts", q, k) * (layer.scale or q.shape[-1] ** -0.5)
-    if layer.softcap is not None:
-        x = layer.softcap * np.tanh(x / layer.softcap)
+    x = np.einsum("bnth,bnsh->bnts", q, k) * (layer.logits.scale or q.shape[-1] ** -0.5)
+    if (cap := layer.logits.softcap) is not None:
+        x = cap * np.tanh(x / cap)
     rows, keys = np.indices(x.shape[-2:])
     if layer.bias is not None:
         x = x + np.asarray(layer.bias, np.float64)[:, :, None]
-    seen = (keys <= rows) & (rows - keys < (layer.window or 10**9))
+    seen = (keys <= rows) & (rows - keys < (layer.logits.window or 10**9))
     return np.where(seen, x, -np.inf)
 
 
@@ -90,11 +91,13 @@ def test_captured_layers_attend_as_the_model_does(prompts, p):
         np.testing.assert_allclose(stats.of(i)[Rows()], grouped(here).sum(2), rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 5, "bias": BIAS}, {"softcap": 1.5}], ids=", ".join)
+@pytest.mark.parametrize(
+    "options", [{}, {"logits": Logits(0.3, window=5), "bias": BIAS}, {"logits": Logits(0.3, 1.5)}], ids=", ".join
+)
 def test_rows_and_folds_are_those_of_the_matrix(options):
     """The last block of a fold is filled up; what the filling gives must not show."""
     q, k, v = qkv(5, T=23)
-    layer, rows = Layer(q, k, v, jnp.zeros((4, 8, 3)), scale=0.3, **options), jnp.asarray([0, 3, 4, 17, 22])
+    layer, rows = Layer(q, k, v, jnp.zeros((4, 8, 3)), **options), jnp.asarray([0, 3, 4, 17, 22])
     visit = lambda total, p, here: (total + p.sum(2), (here, jnp.moveaxis(p, 2, 0)))
     total, (here, p) = fold_rows(layer, visit, jnp.zeros((2, 4, 23)), block=8)
     assert here.tolist() == [*range(23)]
@@ -140,7 +143,7 @@ def test_importance_jaccard_is_that_of_the_policies(prompts, p, measure):
     """The policy itself, decoding token by token, against sets chosen from the full cache's attention."""
     (model, params, tokens), T, budget = prompts, 24, 7
     summed = methods.h2o(budget, recent=0), methods.aqas(budget, recent=0)
-    policy = (*summed, variants.tova_by_head(budget), methods.mas(budget))[measure]
+    policy = (*summed, papers.tova_by_head(budget), methods.mas(budget))[measure]
     found = roco.importance_jaccard(prompts, shares=(0.3, 0.5))
     assert found.budgets.tolist() == [7, 12]
 

@@ -76,37 +76,92 @@ def test_a_file_from_before_layers_had_faults(compressed, shallow, tmp_path, mon
     np.testing.assert_array_equal(found.layers[0].k, state.layers[0].k)
 
 
-def scaled(kv, stats, ctx, *, power):
+def scaled(kv, stats, ctx, *, power=2):
     return (kv.k**power).sum(-1)
 
 
-def negated(kv, stats, ctx, *, power):
+def negated(kv, stats, ctx, *, power=2):
     return -(kv.k**power).sum(-1)
+
+
+def local(power):
+    @functools.wraps(scaled)
+    def wrapped(kv, stats, ctx):
+        return scaled(kv, stats, ctx, power=power)
+
+    return wrapped
 
 
 class Held:
     def __call__(self, kv, stats, ctx):
         return kv.pos
 
+    def positions(self, kv, stats, ctx):
+        return kv.pos
+
+
+@jax.jit
+def compiled(kv, stats, ctx):
+    return kv.pos
+
 
 @pytest.mark.parametrize(
     ("make", "one", "other"),
     [
-        (lambda power: lambda kv, stats, ctx: (kv.k**power).sum(-1), 2, 3),
-        (lambda power: lambda kv, stats, ctx, power=power: (kv.k**power).sum(-1), 2, 3),
-        (lambda power: lambda kv, stats, ctx: (kv.k**power).sum(-1), np.ones(2000), np.ones(2000) + np.eye(2000)[1000]),
-        (lambda inner: lambda kv, stats, ctx: inner(kv, stats, ctx), *(lambda *a, i=i: a[0].pos * i for i in (2, 3))),
-        (lambda inner: functools.partial(inner, power=2), scaled, negated),
-        (lambda inner: jax.jit(functools.partial(inner, power=2)), scaled, negated),
+        (lambda fn: fn, scaled, negated),
+        (lambda power: functools.partial(scaled, power=power), 2, 3),
+        (lambda power: functools.partial(scaled, power=power), np.ones(2000), np.ones(2000) + np.eye(2000)[1000]),
+        (lambda fn: functools.partial(fn, power=2), scaled, negated),
+        (lambda fn: jax.jit(functools.partial(fn, power=2)), scaled, negated),
+        (lambda fn: fn, compiled, scaled),
     ],
 )
-def test_functions_that_compute_something_else_are_told_apart(make, one, other):
+def test_functions_are_told_apart_by_their_modules_and_names(make, one, other):
     """And not those that are made anew."""
     words = lambda held: files.described(compose.from_fn(make(held), budget=8))
     assert words(one) == words(one) != words(other)
+    assert f"of module {__name__}" in words(one)
     assert files.described(methods.h2o(8)) != files.described(methods.h2o(9))
-    with pytest.raises(ValueError, match="is like any other Held in another process; make it a frozen dataclass"):
-        files.described(compose.from_fn(Held(), budget=8))
+
+
+REFUSED = {
+    "a lambda": (lambda kv, stats, ctx: kv.pos, "test_files.py:.* has no name by which another process finds it"),
+    "another function's name": (local(3), "scaled .*has no name by which another process finds it"),
+    "within a partial": (functools.partial(lambda kv, stats, ctx: kv.pos), "give a function that a module has under"),
+    "compiled": (jax.jit(lambda kv, stats, ctx: kv.pos), "functools.partial of one, or a frozen dataclass with"),
+    "an object": (Held(), "is like any other Held in another process; make it a frozen dataclass"),
+    "a method": (Held().positions, "is like any other Held in another process; make it a frozen dataclass"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_nothing_tells_apart_is_refused_before_anything_is_written(stored, shallow, what):
+    held, message = REFUSED[what]
+    policy, path = compose.from_fn(held, budget=8), stored[0]
+    before = path.read_bytes()
+    for call in (
+        lambda: files.save_state(path, *shallow, stored[1], policy=policy),
+        lambda: files.load_state(path, *shallow, policy=policy),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert path.read_bytes() == before
+
+
+def test_files_that_have_the_code_of_functions_load(compressed, shallow, tmp_path, monkeypatch):
+    """As they were written before functions were known by their modules."""
+    policy, path = compose.from_fn(scaled, budget=8), tmp_path / "state"
+    code = " of code 63905b29b1b41498(('k', 'sum'), (None, (':)', -1)))(None, {'power': 2}, ())"
+    before = files.described(policy).replace(f" of module {__name__}", code)
+    assert before != files.described(policy)
+    state = compressed(policy)[1]
+    with monkeypatch.context() as then:
+        then.setattr(files, "described", lambda x: before)
+        files.save_state(path, *shallow, state, policy=policy)
+    assert files.load_state(path, *shallow, policy=policy).plan == state.plan
+    for other in (compose.from_fn(negated, budget=8), compose.from_fn(scaled, budget=9)):
+        with pytest.raises(ValueError, match="was made under another policy"):
+            files.load_state(path, *shallow, policy=other)
 
 
 @pytest.fixture(scope="module")

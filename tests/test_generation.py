@@ -12,7 +12,7 @@ from kvjax import budgets, compose, methods, models
 from kvjax.generation import beams, loop, sampling
 from kvjax.generation import generate as generating
 from kvjax.run import steps
-from kvjax.run.checks import check_request
+from kvjax.run.checks import end_ids
 from kvjax.run.plan import make_plan
 from kvjax.text import read as reading
 from kvjax.text import stream as streams
@@ -77,7 +77,7 @@ def test_generation_stops_at_the_end_token(shallow):
         np.testing.assert_array_equal(ended.tokens[row, :n], free.tokens[row, :n])
         np.testing.assert_array_equal(ended.log_probs[row, :n], free.log_probs[row, :n])
     own = models.LanguageModel(dataclasses.replace(shallow[0].config, eos_ids=(eos[0], 61)))
-    assert [check_request(own, FULL, sampling.Greedy(), x, 0, None) for x in (None, (), 5)] == [eos, (), (5,)]
+    assert [end_ids(own, x) for x in (None, (), 5)] == [eos, (), (5,)]
 
 
 @pytest.mark.parametrize("policy", slow_but([FULL, methods.keyformer(4)], FULL))
@@ -327,7 +327,7 @@ def test_sampling_is_per_row_and_numbers_of_numpy_and_lists_are_as_good(shallow)
         ({"lengths": [2]}, r"lengths must be integers, of shape \(3\); got int64 of shape \(1,\)"),
         ({"eos_ids": 61}, "eos_ids=61 must be a whole number from 0 to 60; end tokens lie in"),
         ({"pad_id": 61}, "pad_id=61 must be a whole number from 0 to 60; what follows the end"),
-        ({"key": np.ones(5, np.uint32)}, "is not a PRNG key"),
+        ({"key": np.ones(5, np.uint32)}, "must be a PRNG key"),
         ({"key": jax.random.split(jax.random.key(0), 2)}, r"shape \(2,\), but there are 3 sequences"),
         ({"sampler": sampling.Sample()}, "draws tokens, but there is no key"),
         ({"attention_mask": np.ones((3, T)), "lengths": LENGTHS}, "say the same twice; give one of them"),

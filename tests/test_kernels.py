@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from kvjax.pallas_kernels import Columns, Softmax, attention, hash_uniform, xla
+from kvjax.pallas_kernels import Columns, Logits, Softmax, attention, hash_uniform, xla
 from kvjax.pallas_kernels.columns import draw_exponential, draw_noise, minus_log
 from kvjax.pallas_kernels.loops import Tile
 from kvjax.pallas_kernels.tiles import tile_size
@@ -57,8 +57,8 @@ def compare(arrays, columns, implementation, tolerance, **options):
 
 def check_every_number(run, arrays, columns, tolerance, of_columns, **options):
     """Whether an implementation gives what numpy does, of statistics too without an exception."""
-    found = jax.jit(functools.partial(run, columns=columns, scale=0.3, **options))(*arrays)
-    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=0.3, **options)
+    found = jax.jit(functools.partial(run, columns=columns, **options))(*arrays)
+    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, **options)
     np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
     np.testing.assert_allclose(found.lse, lse, atol=tolerance)
     for x, expected in zip(found.columns, measured, strict=True):
@@ -68,8 +68,7 @@ def check_every_number(run, arrays, columns, tolerance, of_columns, **options):
 def check(run, arrays, columns, tolerance, **options):
     """Whether an implementation gives what numpy does."""
     found = jax.jit(functools.partial(run, columns=columns, **options))(*arrays)
-    scale = options.pop("scale", arrays[0].shape[-1] ** -0.5)
-    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=scale, **options)
+    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, **options)
     np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
     np.testing.assert_allclose(found.lse, lse, atol=tolerance)
     assert found.lse.dtype == jnp.float32
@@ -115,7 +114,9 @@ def some_bias(kv_pos, N):
 def test_bias(implementation, T):
     arrays = inputs(T=T, cached=11, pads=0 if T == 1 else 5)
     columns = Columns(), Columns(element="p2", group_at="before"), Columns(softmax=Softmax(causal=False))
-    compare(arrays, columns, implementation, TOLERANCE["float32"], bias=some_bias(arrays[4], 4), softcap=3.0)
+    compare(
+        arrays, columns, implementation, TOLERANCE["float32"], bias=some_bias(arrays[4], 4), logits=Logits(softcap=3.0)
+    )
 
 
 @pytest.mark.slow
@@ -155,7 +156,7 @@ def test_gradients_of_a_bias(T, options):
         direction = jnp.where(jnp.isfinite(bias), direction, 0.0)
 
         def loss(bias):
-            found = attention(q, k, v, q_pos, kv_pos, bias=bias, implementation="xla", **options)
+            found = attention(q, k, v, q_pos, kv_pos, bias=bias, implementation="xla", logits=Logits(**options))
             return (found.out**2).sum() + jnp.where(jnp.isfinite(found.lse), found.lse, 0.0).sum()
 
         grad = jax.grad(loss)(bias)
@@ -171,7 +172,7 @@ def test_gradients_of_a_bias(T, options):
 @pytest.mark.parametrize("options", [{"window": 7}, {"softcap": 3.0}, {"scale": 0.7}], ids=str)
 def test_options(implementation, options):
     columns = (Columns(), Columns(rows=2, element="p2", group_at="before"), Columns(element="above", group_at="before"))
-    compare(inputs(T=70, cached=11), columns, implementation, TOLERANCE["float32"], **options)
+    compare(inputs(T=70, cached=11), columns, implementation, TOLERANCE["float32"], logits=Logits(**options))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -217,7 +218,7 @@ def test_own_softmax(implementation, shape):
         Columns(count_self=False, element="p2", group_at="before", rows=9),
     )
     compare(arrays, columns, implementation, TOLERANCE["float32"])
-    compare(arrays, columns[::5], implementation, TOLERANCE["float32"], window=9, softcap=2.0)
+    compare(arrays, columns[::5], implementation, TOLERANCE["float32"], logits=Logits(softcap=2.0, window=9))
 
 
 @pytest.mark.slow
@@ -269,7 +270,7 @@ def test_exponential_draws_are_those_of_the_gumbel_noise(per):
 )
 def test_any_block_size(block):
     run = functools.partial(xla.attention, block=block)
-    check_every_number(run, inputs(T=97, cached=5), COLUMNS[:6], 2e-5, 1e-4)
+    check_every_number(run, inputs(T=97, cached=5), COLUMNS[:6], 2e-5, 1e-4, logits=Logits(0.3))
 
 
 @pytest.mark.slow
@@ -286,12 +287,12 @@ def test_tiles_of_rows_that_no_statistic_reads(tile, shape, options):
     """Columns of the last rows take whole rows; the others go by tiles, where padding, biases and windows hold too."""
     arrays = inputs(**shape)
     tolerance = TOLERANCE[shape.get("dtype", "float32")]
-    if "bias" in options:
-        options = {"bias": some_bias(arrays[4], 4)}
+    biased = {"bias": some_bias(arrays[4], 4)} if "bias" in options else {}
+    logits = Logits(0.3, options.get("softcap"), options.get("window"))
     columns = Columns(rows=5), Columns(rows=3, element="p2", group_at="before"), Columns(rows=2, summed=False)
     run = functools.partial(xla.attention, block=(8, 2), tile=tile)
     for seen in (columns, ()):
-        check_every_number(run, arrays, seen, tolerance, 10 * tolerance, **options)
+        check_every_number(run, arrays, seen, tolerance, 10 * tolerance, logits=logits, **biased)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,8 @@ def test_gradients_through_tiles():
     q, k, v, q_pos, kv_pos = inputs(T=48, H=4)
 
     def grads(tile):
-        f = lambda *x: (xla.attention(*x, q_pos, kv_pos, scale=0.5, window=20, block=(8, 4), tile=tile).out ** 2).sum()
+        how = {"logits": Logits(0.5, window=20), "block": (8, 4), "tile": tile}
+        f = lambda *x: (xla.attention(*x, q_pos, kv_pos, **how).out ** 2).sum()
         return jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v)
 
     for a, b in zip(grads((16, 16, 1)), grads(None), strict=True):
@@ -399,7 +401,7 @@ def test_gradients_against_finite_differences(softcap):
         mix = jnp.asarray(np.random.default_rng(1).standard_normal(arrays[0].shape))
 
         def f(q, k, v):
-            result = attention(q, k, v, q_pos, kv_pos, softcap=softcap, implementation="xla")
+            result = attention(q, k, v, q_pos, kv_pos, logits=Logits(softcap=softcap), implementation="xla")
             lse = jnp.where(jnp.isfinite(result.lse), result.lse, 0.0)
             return (jnp.sin(result.out) * mix).sum() + (lse**2).sum()
 
@@ -410,10 +412,11 @@ def test_gradients_against_finite_differences(softcap):
 @pytest.mark.parametrize(("T", "options"), [(140, {"window": 50}), (40, {"softcap": 3.0, "bias": True})], ids=str)
 def test_gradients_equal_the_references(T, options):
     q, k, v, q_pos, kv_pos = inputs(T=T, cached=5, H=4)
-    options = options | ({"bias": some_bias(kv_pos, 4)} if "bias" in options else {})
+    bias = some_bias(kv_pos, 4) if "bias" in options else None
+    how = {"bias": bias, "logits": Logits(softcap=options.get("softcap"), window=options.get("window"))}
 
     def grads(implementation):
-        f = lambda *x: (attention(*x, q_pos, kv_pos, implementation=implementation, **options).out ** 2).sum()
+        f = lambda *x: (attention(*x, q_pos, kv_pos, implementation=implementation, **how).out ** 2).sum()
         return jax.grad(f, argnums=(0, 1, 2))(q, k, v)
 
     for a, b in zip(grads("xla"), grads("reference"), strict=True):

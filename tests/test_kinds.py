@@ -1,6 +1,7 @@
 """What parameters may be, by their annotations, at every public door."""
 
 import inspect
+import json
 import typing
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import analysis, methods, plot
 from kvjax.contract import Score
-from kvjax.methods import easykv, kvpress, variants
+from kvjax.methods.released import easykv, factory, kvpress, papers
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.kinds import kind_of
 from tests.tools import fuzz
@@ -37,7 +38,7 @@ def test_every_whole_number_has_its_range():
 
 
 def test_every_public_function_checks_its_arguments():
-    modules = (kvjax, methods, variants, kvpress, easykv, analysis, plot)
+    modules = (kvjax, methods, papers, factory, kvpress, easykv, analysis, plot)
     each = [(n, x) for m in modules for n, x in vars(m).items() if getattr(x, "__module__", "").startswith(m.__name__)]
     public = {n: x for n, x in each if inspect.isfunction(x) and not n.startswith("_")}
     assert {n for n, x in public.items() if not hasattr(x, "__wrapped__")} <= {"doors"}
@@ -52,6 +53,14 @@ def test_bad_values_are_refused_by_the_library_itself():
     assert not total["silent"], wrong
     assert total["unclear"] <= 0.01 * total.total(), wrong
     assert total["clear"] > 2500
+
+
+def test_what_each_public_function_refuses():
+    """As recorded, by calling it, and every parameter refuses something."""
+    refused = fuzz.refusals()
+    assert refused == json.loads(fuzz.REFUSALS.read_text())
+    parameters = {(name, n) for name, f in fuzz.entrances("") for n in fuzz.hints(f) if n != "self"}
+    assert {(name, n) for name, said in refused.items() for n in said} == parameters
 
 
 def test_arrays_that_do_not_fit_each_other_are_refused():

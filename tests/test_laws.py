@@ -188,7 +188,7 @@ def test_a_chain_is_its_members_in_turn(case):
         pytest.skip(both)
     here, kv, stats, ctx = one_call.read(second)
     left = kv.keep(one_call.decided(case.policy)[1].live[:3])
-    apart = one_call.update_memory(here, left, stats, ctx)
+    apart = one_call.updated(here, left, stats, ctx)
     np.testing.assert_array_equal(one_call.decided(both)[1].live[:3], apart.live)
 
 

@@ -19,6 +19,7 @@ from kvjax.experiments.learning import gates, loop, report
 from kvjax.experiments.learning.future_rows import examples
 from kvjax.learning.relax import soften, with_table
 from kvjax.models.scorer import TrainedHead
+from kvjax.pallas_kernels import Logits
 from kvjax.scores.learned import Learned
 from tests.runs import ROOT, samples
 from tests.test_learn_budget import PROMPTS, QUICK, learned
@@ -195,7 +196,7 @@ def needing_one_head(params, ids, attend):
     q = 10 * jnp.broadcast_to(jnp.stack([first, eye])[None], (B, 2, n, n))
     k = jnp.broadcast_to(eye[None, None], (B, 2, n, n))
     v = jnp.broadcast_to(jax.nn.one_hot(ids, n)[:, None], (B, 2, n, n))
-    out = attend(None, q, k, v, layer=0, rotate=lambda x, _: x, scale=1.0)[0]
+    out = attend(None, q, k, v, layer=0, rotate=lambda x, _: x, logits=Logits(1.0))[0]
     return 4 * out.swapaxes(1, 2).reshape(B, n, 2 * n)
 
 

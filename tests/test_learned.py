@@ -20,6 +20,7 @@ from kvjax.learning.probes import fit_filters, fit_queries, head_importance, obs
 from kvjax.models.embedded import EMBEDDED
 from kvjax.models.scorer import TrainedHead
 from kvjax.observe import Reread, votes
+from kvjax.pallas_kernels import Logits
 from kvjax.run.state import Prompts
 from kvjax.run.steps import decode_step, prefill
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, Learned, apply_heads
@@ -210,7 +211,9 @@ def states(model, params, ids):
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"window": 6, "softcap": 0.8, "scale": 0.3}, {"slopes": (0.5, 0.3, 0.2, 0.1)}], ids=str
+    "how",
+    [{}, {"window": 6, "softcap": 0.8, "scale": 0.3}, {"slopes": np.array([0.5, 0.3, 0.2, 0.1], np.float32)}],
+    ids=str,
 )
 def test_a_gate_mixes_what_two_loops_read(how):
     """Of a padded row too, whose sinks are its own first tokens."""
@@ -218,7 +221,7 @@ def test_a_gate_mixes_what_two_loops_read(how):
     pos = jnp.asarray([np.arange(8), np.maximum(np.arange(8) - 3, -1)], jnp.int32)
     gates = jnp.asarray([[0.0, 0.0], [0.25, 1.0]])
     attend = gated(gates, pos, sinks=1, recent=3)
-    found = np.asarray(attend(None, q, k, v, layer=1, rotate=lambda x, _: x, **how)[0])
+    found = np.asarray(attend(None, q, k, v, layer=1, rotate=lambda x, _: x, logits=Logits(**how))[0])
     scale, softcap, slopes = how.get("scale", 8**-0.5), how.get("softcap"), how.get("slopes", (0.0,) * 4)
     for b, n, t in np.ndindex(2, 4, 8):
         at, keys = int(pos[b, t]), np.asarray(pos[b])

@@ -16,6 +16,7 @@ from kvjax.decide.select import TopK
 from kvjax.learning import relax
 from kvjax.learning.relax import soften, with_budgets, with_table, with_temperature
 from kvjax.learning.soft import Pass, mass_rank, soft_passes, soft_top_k
+from kvjax.pallas_kernels import Logits
 from kvjax.run.forward import forward
 from kvjax.run.steps import decode_step, prefill, start
 from kvjax.storage import Layer
@@ -220,7 +221,9 @@ def test_budgets_have_exact_gradients_in_the_eviction_loss():
             )
             arrays = (*map(jnp.asarray, (k, v, pos)), jnp.zeros((1, 2), bool))
             kv = Layer(*arrays, log_weight=jnp.log(gate))
-            out = kv.attend(jnp.asarray(q), jnp.arange(12, 15)[None], rotate=lambda x, _: x, softcap=0.7).out
+            out = kv.attend(
+                jnp.asarray(q), jnp.arange(12, 15)[None], rotate=lambda x, _: x, logits=Logits(softcap=0.7)
+            ).out
             return gate, out
 
         @jax.jit

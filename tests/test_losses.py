@@ -7,6 +7,7 @@ import pytest
 from scipy import special
 
 from kvjax.analysis import losses
+from kvjax.pallas_kernels import Logits
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -64,8 +65,9 @@ def test_the_loss_of_a_layer_is_that_of_plain_loops(options):
     q, k, v, w = 2 * normal(B, N, R, H), normal(B, K, S, H), normal(B, K, S, H), normal(N, H, 5)
     keep = rng.random((B, options.pop("heads", K), S)) < 0.6
     keep[0, 0] = False  # a head that kept nothing
-    found = losses.layer_loss(q, k, v, keep, out_proj=w, **options)
     wanted = plain_layer_loss(q, k, v, keep, w, **options)
+    lengths = options.pop("lengths", None)
+    found = losses.layer_loss(q, k, v, keep, out_proj=w, lengths=lengths, logits=Logits(**options))
     np.testing.assert_allclose(found.lost, wanted["lost"], atol=2e-6)
     for name in ("heads", "output", "heads_bound", "output_bound"):
         np.testing.assert_allclose(getattr(found, name).l1, wanted[name][1], rtol=2e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import Combined, HeadShares, Schedule
 from kvjax.decide.select import Chunks
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.scores.attention import Recency
 from kvjax.scores.keys import LagRelative
 from tests import tensors
@@ -27,7 +27,7 @@ def test_sizes_beyond_the_text_mean_the_text():
     of = lambda policy: np.asarray(kvjax.evict_layer(policy, q, k, v).live)
     lagged = lambda *sizes: kvjax.Evict(LagRelative(*sizes), 6)
     chunked = lambda size: kvjax.Evict(Recency(), 6, select=Chunks(size))
-    dilated = lambda dilation: variants.dilated_window_anchored(6, dilation=dilation)
+    dilated = lambda dilation: papers.dilated_window_anchored(6, dilation=dilation)
     for huge, whole in (
         (methods.scissorhands(8, history=10**9, recent=2), methods.scissorhands(8, history=12, recent=2)),
         (lagged(2**29), lagged(13)),

@@ -54,8 +54,8 @@ def interpreted(monkeypatch, capfd):
 
 
 def compare(arrays, columns, tolerance, **options):
-    spec = bl.Logits(SCALE, **options)
-    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, scale=SCALE, **options)
+    spec = bl.Spec(SCALE, **options)
+    out, lse, measured = numpy_reference.attention(*arrays, columns=columns, logits=spec)
     result = gpu.forward(*arrays, spec=spec, with_logits=True, backend="mosaic_gpu")
     np.testing.assert_allclose(np.asarray(result[0], np.float64), out, atol=tolerance)
     np.testing.assert_allclose(result[1], lse, atol=tolerance)
@@ -111,18 +111,16 @@ def test_decode_against_numpy(interpreted, monkeypatch, shape, options, parts):
 @needs_mosaic
 def test_decode_of_a_row_that_sees_nothing(interpreted):
     q, k, v, q_pos, kv_pos = inputs(T=1, H=64, cached=79, pads=0, dtype="bfloat16")
-    out, lse, _ = mosaic_decode.decode_attention(
-        q, k, v, q_pos.at[1].set(-1), bl.readable(kv_pos), spec=bl.Logits(SCALE)
-    )
+    out, lse, _ = mosaic_decode.decode_attention(q, k, v, q_pos.at[1].set(-1), bl.readable(kv_pos), spec=bl.Spec(SCALE))
     assert not np.asarray(out[1]).any()
     assert np.isneginf(lse[1]).all()
     assert np.isfinite(lse[0]).all()
     with pytest.raises(NotImplementedError, match="64 rows for the 65 query heads"):
         mosaic_decode.decode_attention(
-            jnp.ones((1, 65, 1, 64)), k[:1, :1], v[:1, :1], q_pos[:1], kv_pos[:1, :1], spec=bl.Logits(SCALE)
+            jnp.ones((1, 65, 1, 64)), k[:1, :1], v[:1, :1], q_pos[:1], kv_pos[:1, :1], spec=bl.Spec(SCALE)
         )
     with pytest.raises(NotImplementedError, match="tiles of slots have 8 rows, and 79 slots"):
-        mosaic_decode.decode_attention(q, k[:, :, 1:], v[:, :, 1:], q_pos, kv_pos[:, :, 1:], spec=bl.Logits(SCALE))
+        mosaic_decode.decode_attention(q, k[:, :, 1:], v[:, :, 1:], q_pos, kv_pos[:, :, 1:], spec=bl.Spec(SCALE))
 
 
 @needs_mosaic
@@ -149,7 +147,7 @@ def test_the_interpreter_sees_races(monkeypatch, capfd):
     try:
         mosaic_colstats.attention_colstats(
             *(q, k, jnp.zeros((1, 4, 300)), q_pos, bl.readable(kv_pos)),
-            spec=bl.Logits(SCALE),
+            spec=bl.Spec(SCALE),
             what=colstats.Pass(("p",)),
             interpret=InterpretGPUParams(detect_races=True),
         )
@@ -200,7 +198,7 @@ def test_what_it_does_not_serve(shape, column, reason):
     q, k, _, q_pos, kv_pos = arrays
     result = None, jnp.zeros(q.shape[:3]), None
     with pytest.raises(NotImplementedError, match="jax >= 0.11.2" if OLD else reason):
-        gpu.column(column, q, k, result, q_pos, kv_pos, logits=bl.Logits(SCALE), backend="mosaic_gpu")
+        gpu.column(column, q, k, result, q_pos, kv_pos, logits=bl.Spec(SCALE), backend="mosaic_gpu")
 
 
 @pytest.mark.skipif(not OLD, reason="this jax has the kernels")

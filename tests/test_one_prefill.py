@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax import analysis, decode_step, methods, prefill, prefill_each
 from kvjax.contract import Reads, Score
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.run import forward as reading
 from kvjax.run import prefill_each as reading_each
 from tests import table
@@ -69,7 +69,7 @@ def test_equal_to_a_prefill_of_its_own(tiny, monkeypatch):
         ({}, "give policies by name"),
         ({"snap": methods.snapkv(4, window=8)}, "^snap: "),
         ({"learned": kvjax.Evict(Learned(), 12)}, "^learned: the policy has learned parameters"),
-        ({"mask": variants.h2o_stepwise_mask(8, recent=3)}, "^mask: "),
+        ({"mask": papers.h2o_stepwise_mask(8, recent=3)}, "^mask: "),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_does(tiny, policies, message):

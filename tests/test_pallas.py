@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvjax import pallas_kernels
-from kvjax.pallas_kernels import Columns, Softmax, api, attention, colstats, decode, flash, pooled_attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, api, attention, colstats, decode, flash, pooled_attention
 from kvjax.pallas_kernels import blocks as bl
 from tests import test_kernels, test_pooled
 from tests.references import attention as numpy_reference
@@ -56,7 +56,7 @@ CASES = [  # (shape, columns, options)
     ("shape", "columns", "options"), CASES, ids=[f"{shape} {options or ''}" for shape, _, options in CASES]
 )
 def test_against_numpy(shape, columns, options):
-    compare(inputs(**shape), columns, "interpret", TOLERANCE[shape.get("dtype", "float32")], **options)
+    compare(inputs(**shape), columns, "interpret", TOLERANCE[shape.get("dtype", "float32")], logits=Logits(**options))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -66,22 +66,24 @@ def test_half_precision_under_softcap_and_window(dtype, H, T):
     """Caps and windows that matter: logits reach twice the cap, and rows of a block see different keys."""
     q, *arrays = inputs(T=T, cached=70, H=H, dtype=dtype, pads=0 if T == 1 else 5)
     columns = (*FEW, Columns(softmax=Softmax(seed=test_kernels.SEED, noise="gumbel")), Columns(count_self=False))
-    compare((3 * q, *arrays), columns, "interpret", TOLERANCE[dtype], softcap=4.0, window=33)
+    compare((3 * q, *arrays), columns, "interpret", TOLERANCE[dtype], logits=Logits(softcap=4.0, window=33))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_of_a_pool_under_softcap_and_window(dtype):
     q, *arrays = test_pooled.inputs(N=8, K=2, P=150, H=64, dtype=dtype)
     columns = (*FEW[::2], Columns(group=None), Columns(count_self=False))
-    test_pooled.compare((3 * q, *arrays), 2, columns, "interpret", TOLERANCE[dtype], softcap=4.0, window=70)
+    logits = Logits(softcap=4.0, window=70)
+    test_pooled.compare((3 * q, *arrays), 2, columns, "interpret", TOLERANCE[dtype], logits=logits)
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (64, 16)], ids=str)
 def test_any_block_size(sizes):
     q, k, v, q_pos, kv_pos = inputs(T=97, cached=5)
     sizes = bl.BlockSizes(*sizes)
-    spec = bl.Logits(0.3)
-    out, lse, (sums,) = numpy_reference.attention(q, k, v, q_pos, kv_pos, columns=(Columns(group="sum"),), scale=0.3)
+    spec = bl.Spec(0.3)
+    how = {"columns": (Columns(group="sum"),), "logits": Logits(0.3)}
+    out, lse, (sums,) = numpy_reference.attention(q, k, v, q_pos, kv_pos, **how)
     keys = bl.readable(kv_pos)
     found, found_lse = flash.flash_attention(q, k, v, q_pos, keys, spec=spec, sizes=sizes, interpret=True)
     np.testing.assert_allclose(found, out, atol=2e-5)
@@ -103,9 +105,10 @@ def test_bias_of_the_entry_point(T):
         Columns(softmax=Softmax(multiplier=multiplier)),
         Columns(softmax=Softmax(multiplier=multiplier, seed=seed, noise="gumbel"), element="p2", group_at="before"),
     )
-    options = {"bias": test_kernels.some_bias(arrays[4], 4), "softcap": 3.0}
+    options = {"bias": test_kernels.some_bias(arrays[4], 4), "logits": Logits(softcap=3.0)}
     compare(arrays, columns, "interpret", TOLERANCE["float32"], **options)
-    loss = lambda bias, name: (attention(*arrays, bias=bias, softcap=3.0, implementation=name).out ** 2).sum()
+    run = functools.partial(attention, *arrays, logits=options["logits"])
+    loss = lambda bias, name: (run(bias=bias, implementation=name).out ** 2).sum()
     found, expected = (jax.grad(loss)(options["bias"], name) for name in ("interpret", "xla"))
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert np.abs(found).max() > 0.01
@@ -115,10 +118,10 @@ def test_bias_of_the_entry_point(T):
 def test_decode_splits(split):
     q, k, v, q_pos, kv_pos = inputs(T=1, cached=600, pads=0)  # 38 parts of 16, joined in two blocks
     kv_pos = kv_pos.at[:, :, 16:40].set(-1)  # a part in which nothing lives
-    out, lse, _ = numpy_reference.attention(q, k, v, q_pos, kv_pos, scale=0.3)
+    out, lse, _ = numpy_reference.attention(q, k, v, q_pos, kv_pos, logits=Logits(0.3))
     found = decode.decode_attention(
         *(q, k, v, q_pos, kv_pos),
-        spec=bl.Logits(0.3),
+        spec=bl.Spec(0.3),
         sizes=bl.BlockSizes(16, 16, split=split),
         interpret=True,
     )
@@ -165,7 +168,7 @@ def test_blocks_that_meet(T, S, window, causal, seed):
     rows, keys = q_pos[0][:, None], kv_pos[0, 0][None]
     seen = (keys >= 0) & ((keys <= rows) if causal else (rows >= 0))
     seen &= True if window is None else rows - keys < window
-    spec, q_pos, keys = bl.Logits(1.0, window, causal=causal), jnp.asarray(q_pos), bl.readable(jnp.asarray(kv_pos))
+    spec, q_pos, keys = bl.Spec(1.0, window=window, causal=causal), jnp.asarray(q_pos), bl.readable(jnp.asarray(kv_pos))
     np.testing.assert_array_equal(bl.count_visible(spec, q_pos, keys)[0, 0], seen.sum(1))
     meet = bl.meetings(spec, q_pos, keys, 16, 16)
     first, stop = (np.asarray(x)[0, 0] for x in bl.first_and_stop(meet))
@@ -188,7 +191,7 @@ def test_gradients_are_those_of_xla(operation, options):
 
     def grads(implementation):
         def f(*x):
-            found = run(*x, *arrays[3:], implementation=implementation, **options)
+            found = run(*x, *arrays[3:], implementation=implementation, logits=Logits(**options))
             return (found.out**2).sum() + jnp.where(jnp.isfinite(found.lse), found.lse, 0.0).sum()
 
         return jax.grad(f, argnums=(0, 1, 2))(*arrays[:3])

@@ -11,7 +11,7 @@ from jax._src.interpreters import mlir  # private: nothing public parses the ker
 from jax._src.lib import triton
 from jax._src.lib.mlir import ir
 
-from kvjax.pallas_kernels import Columns, Softmax, api, attention, pooled_attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, api, attention, pooled_attention
 from tests.test_kernels import inputs
 
 pytestmark = pytest.mark.slow  # minutes of interpretation
@@ -109,7 +109,7 @@ def test_forward_and_column_sums(dtype, d):
 @pytest.mark.parametrize("options", [{}, {"window": 300, "softcap": 20.0}], ids=str)
 def test_statistics(column, options):
     def f(*args):
-        return jax.tree.leaves(attention(*args, columns=(column,), implementation="triton", **options))
+        return jax.tree.leaves(attention(*args, columns=(column,), implementation="triton", logits=Logits(**options)))
 
     lowered = lower(f, *DENSE("bfloat16", 64))
     kernels = triton_kernels(lowered)

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.papers.methods import METHODS
 from kvjax.experiments.tasks.base import Question, example
-from kvjax.methods.easykv import block_sizes
+from kvjax.methods.released.easykv import block_sizes
 from tests.tensors import token_ids
 
 

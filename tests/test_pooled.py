@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import Columns, Softmax, pooled, pooled_attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, pooled, pooled_attention
 from tests.marks import slow_but
 from tests.references import attention as numpy_reference
 from tests.test_kernels import IMPLEMENTATIONS, OWN, SEED, TOLERANCE, check_differences
@@ -91,8 +91,7 @@ def compare(arrays, K, columns, implementation, tolerance, in_order=False, **opt
             *arrays, columns, num_kv_heads=K, in_order=in_order, implementation=implementation, **options
         )
     )(*arrays)
-    scale = options.pop("scale", arrays[0].shape[-1] ** -0.5)
-    out, lse, measured = expected(*arrays, K, columns, scale=scale, **options)
+    out, lse, measured = expected(*arrays, K, columns, **options)
     assert found.out.dtype == (arrays[0].dtype if implementation != "reference" else jnp.float32)
     np.testing.assert_allclose(np.asarray(found.out, np.float64), out, atol=tolerance)
     np.testing.assert_allclose(found.lse, lse, atol=tolerance)
@@ -116,7 +115,7 @@ def test_against_numpy(implementation, shape):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("options", [{"window": 17}, {"softcap": 2.0}, {"scale": 0.7}], ids=str)
 def test_options(implementation, options):
-    compare(inputs(), 3, COLUMNS[::3], implementation, TOLERANCE["float32"], **options)
+    compare(inputs(), 3, COLUMNS[::3], implementation, TOLERANCE["float32"], logits=Logits(**options))
 
 
 def some_bias(arrays, K):
@@ -135,7 +134,7 @@ def test_bias(implementation, blocks):
     multiplier = jnp.asarray(np.random.default_rng(5).uniform(-1, 2, (2, K, 1)), jnp.float32).at[:, 1].set(0.0)
     own = Softmax(), Softmax(causal=False), Softmax(multiplier=multiplier, seed=SEED, noise="gumbel")
     columns = (*COLUMNS[::4], Columns(group=None), *(Columns(softmax=s) for s in own))
-    options = {"bias": some_bias(arrays, K), "in_order": blocks, "softcap": 3.0}
+    options = {"bias": some_bias(arrays, K), "in_order": blocks, "logits": Logits(softcap=3.0)}
     compare(arrays, K, columns, implementation, TOLERANCE["float32"], **options)
 
 
@@ -160,7 +159,7 @@ def test_own_softmax_and_weights(implementation):
         Columns(weight=weight, element="p2", group="max"),
     )
     compare(inputs(), 3, columns, implementation, TOLERANCE["float32"])
-    compare(inputs(), 3, columns[::4], implementation, TOLERANCE["float32"], window=30, softcap=2.0)
+    compare(inputs(), 3, columns[::4], implementation, TOLERANCE["float32"], logits=Logits(softcap=2.0, window=30))
 
 
 LENGTHS = {
@@ -184,7 +183,8 @@ def test_slots_in_order_of_owners(implementation, name, monkeypatch):
     monkeypatch.setattr(pooled._Blocks, "of", lambda owner, size: sizes.add(size) or of(owner, size))
     own = tuple(Columns(softmax=s) for s in (Softmax(), Softmax(causal=False), Softmax(noise="constant")))
     compare(arrays, K, (*COLUMNS[::2], *own), implementation, TOLERANCE["float32"], in_order=True)
-    compare(arrays, K, COLUMNS[::5], implementation, TOLERANCE["float32"], in_order=True, window=9, softcap=2.0)
+    logits = Logits(softcap=2.0, window=9)
+    compare(arrays, K, COLUMNS[::5], implementation, TOLERANCE["float32"], in_order=True, logits=logits)
     half = (*(x.astype(jnp.bfloat16) for x in arrays[:3]), *arrays[3:])
     compare(half, K, (Columns(),), implementation, TOLERANCE["bfloat16"], in_order=True)
     assert bool(sizes) == (implementation == "xla" and name != "no blocks")
@@ -244,7 +244,7 @@ def test_gradients_against_finite_differences(promised):
         mix = jnp.asarray(np.random.default_rng(1).standard_normal(arrays[0].shape))
 
         def f(q, k, v):
-            options = {"num_kv_heads": 3, "in_order": promised, "softcap": 2.0}
+            options = {"num_kv_heads": 3, "in_order": promised, "logits": Logits(softcap=2.0)}
             found = pooled_attention(q, k, v, *arrays[3:], (Columns(element="p2"),), **options)
             lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0)
             return (jnp.sin(found.out) * mix).sum() + (lse**2).sum() + (found.columns[0] ** 2).sum()

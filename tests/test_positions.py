@@ -82,11 +82,11 @@ def plainly(model, params, tokens, layers):
     """Logits of every token, each layer's rows reading as `what_rows_read` says, with the whole matrix."""
     pos = jnp.asarray(np.maximum(np.arange(T + NEW)[None] - (T - LENGTHS)[:, None], EMPTY), jnp.int32)
 
-    def attend(cache, q, k, v, *, layer, scale=None, slopes=None, **_):
+    def attend(cache, q, k, v, *, layer, logits, **_):
         read, places = layers[layer]
-        x = jnp.einsum("bhrc,bhsc->bhrs", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if slopes is not None:
-            x = x - jnp.asarray(slopes)[None, :, None, None] * places
+        x = jnp.einsum("bhrc,bhsc->bhrs", q, k) * (q.shape[-1] ** -0.5 if logits.scale is None else logits.scale)
+        if logits.slopes is not None:
+            x = x - logits.slopes[None, :, None, None] * places
         p = jnp.where(read, jnp.exp(x - x.max(-1, keepdims=True, where=read, initial=-1e9)), 0.0)
         out = jnp.einsum("bhrs,bhsc->bhrc", p / jnp.maximum(p.sum(-1, keepdims=True), 1e-30), v)
         return out, cache, ()

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.contract import EMPTY, AttentionInputs, LayerInfo, Layout, Policy
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.storage import empty
 from tests import tensors
 from tests.by_hand import moment
@@ -21,7 +21,7 @@ q, k, v = tensors.qkv(5, B=B, N=N, K=K, T=M, H=H)
 QUEST = methods.quest(SIZE * PAGES, size=SIZE, dense=0).at(0, 1)
 BY_RANK = dataclasses.replace(methods.h2o(8), layout=Layout("rank"))
 EVICTING, FEWER = kvjax.chain(QUEST, methods.tova(10)), methods.think(0.5, rows=4)
-BY_QUERY_HEAD = variants.quest_by_query_head(SIZE * PAGES, size=SIZE, dense=0).at(0, 1)
+BY_QUERY_HEAD = papers.quest_by_query_head(SIZE * PAGES, size=SIZE, dense=0).at(0, 1)
 
 
 def read_by_loops(b, h, live, group, left):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import recovered_attention
+from kvjax.pallas_kernels import Logits, recovered_attention
 from tests.marks import slow_but
 
 
@@ -78,18 +78,20 @@ def recover(q, k, q_pos, kv_pos, masks, within, **options):
 def test_recovery_against_numpy(T, options):
     with jax.enable_x64(True):
         inputs = recovery_inputs(T, cached=11, dtype=jnp.float64)
+        bias = None
         if options:
             steps = inputs[3].max(-1, keepdims=True) - inputs[3]
-            options = {**options, "bias": jnp.asarray(-0.1 * np.repeat(steps, 2, axis=1), jnp.float64)}
-        mass, same = plain_recovery(*inputs, 1e-3, 0.6, **options)
+            bias = jnp.asarray(-0.1 * np.repeat(steps, 2, axis=1), jnp.float64)
+        mass, same = plain_recovery(*inputs, 1e-3, 0.6, **options, bias=bias)
+        logits = Logits(0.6, **options)
         for implementation in (None, "reference"):
-            found = recover(*inputs, tolerance=1e-3, scale=0.6, implementation=implementation, **options)
+            found = recover(*inputs, tolerance=1e-3, implementation=implementation, bias=bias, logits=logits)
             np.testing.assert_allclose(found.mass, mass, atol=1e-12)
             np.testing.assert_allclose(found.elementwise, same, atol=1e-12)
     if T > 1:
         assert same.min() < 0.9 * same.max()
-    options = {n: x.astype(jnp.float32) if n == "bias" else x for n, x in options.items()}
-    single = recover(*(x.astype(jnp.float32) for x in inputs[:2]), *inputs[2:], scale=0.6, **options)
+    bias = None if bias is None else bias.astype(jnp.float32)
+    single = recover(*(x.astype(jnp.float32) for x in inputs[:2]), *inputs[2:], bias=bias, logits=logits)
     assert single.elementwise is None
     assert single.mass.dtype == jnp.float32
     np.testing.assert_allclose(single.mass, mass, atol=3e-6)

@@ -11,7 +11,7 @@ import kvjax
 from kvjax import methods, models
 from kvjax.budgets import Schedule
 from kvjax.contract import EMPTY, LAST, LayerInfo, Layout, PerSlot, Reads
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.models import mpt
 from kvjax.storage import Layer, Pool, empty, to_pool
 from tests import tensors
@@ -24,7 +24,7 @@ IDS, MORE = np.asarray(tensors.token_ids(2, T)), np.asarray(tensors.token_ids(2,
 adaptive = lambda policy, *how, **fields: dataclasses.replace(policy, heads=kvjax.Adaptive(*how), **fields)
 H2O = adaptive(methods.h2o(10, recent=4))
 POLICIES = {
-    "query heads": variants.by_query_head(methods.snapkv(10, window=4)),
+    "query heads": papers.by_query_head(methods.snapkv(10, window=4)),
     "over 3": adaptive(methods.h2o(10, recent=1), 1.0, when=Schedule(over=3, drop=5)),
     "rank": dataclasses.replace(H2O, layout=Layout("rank")),
 }

@@ -12,6 +12,7 @@ from kvjax.analysis import VotingRows, eviction_loss, read, trace
 from kvjax.analysis.losses import output_kl, task_loss
 from kvjax.learning.families import EntropyK, View
 from kvjax.models.mpt import MPTConfig
+from kvjax.pallas_kernels import Logits
 from tests.float64 import DIM, VOCAB, E, G, K, L, Wide, central, relative, turned
 from tests.marks import slow_but
 
@@ -123,9 +124,9 @@ def test_one_row_has_the_theorems_loss(wide):
 @pytest.mark.parametrize("limits", [{}, {"window": 4}, {"softcap": 1.5, "scale": 0.9}], ids=str)
 def test_votes_under_any_softmax_and_their_gradient(wide, limits):
     """With a scale, a sliding window and a soft cap of the model's own; padding rows vote for nothing."""
-    voters = dataclasses.replace(wide[2].stats.of(1)[VotingRows(2)], **limits)
-    voters = dataclasses.replace(voters, q_pos=voters.q_pos.at[1, 0].set(-1))
-    q, k, rows, pos = (np.asarray(x) for x in (voters.q, voters.k, voters.q_pos, voters.kv_pos))
+    voters = wide[2].stats.of(1)[VotingRows(2)]
+    voters = dataclasses.replace(voters, pos=voters.pos.at[1, 0].set(-1), logits=Logits(**limits))
+    q, k, rows, pos = (np.asarray(x) for x in (voters.q, voters.k, voters.pos, voters.kv_pos))
     factor, wanted = np.array([[1.5, 0.7], [2.0, 1.1]]), np.zeros((B, K, S))
     for b, n, r in np.ndindex(B, K * G, 2):
         if (row := rows[b, r]) < 0:
@@ -155,7 +156,7 @@ def test_voters_are_the_rows_that_ahakv_observes(kind, heads):
             jnp.stack(x, axis=1) for x in zip(*((kv.pos, policy.score.prior(kv)) for kv in layers), strict=True)
         )
         voters = tuple(reading.stats.of(i)[VotingRows(4)] for i in range(2))
-        assert [x.window for x in voters] == [None, 9]
+        assert [x.logits.window for x in voters] == [None, 9]
         seen = View(score, pos, live, pos < 0, jnp.full((2,), 8.0), voters, prior)
         votes = EntropyK().votes(jnp.log(jnp.asarray(8.0)), seen)
         np.testing.assert_allclose(np.where(live, votes, 0), np.where(live, score, 0), rtol=2e-5, atol=1e-6)

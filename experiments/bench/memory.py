@@ -32,7 +32,7 @@ from kvjax.experiments.core.command import script, write_json
 from kvjax.experiments.core.locks import Locked
 from kvjax.experiments.core.page import Table
 from kvjax.experiments.core.provenance import device_info
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.models.written import write_bytes
 from kvjax.run.memory import shown
 
@@ -61,7 +61,7 @@ METHODS: dict[str, tuple[str, kvjax.Policy]] = {
     "ada_pyramid": ("pool", methods.ada_pyramid(_BUDGET)),
     "h2o, adaptive heads": ("pool", dataclasses.replace(_H2O, heads=kvjax.Adaptive(), layout=Layout(pool=True))),
     "fastgen, pool": ("pool", dataclasses.replace(_FASTGEN, pool=True)),
-    "h2o, query heads": ("query heads", variants.by_query_head(_H2O)),
+    "h2o, query heads": ("query heads", papers.by_query_head(_H2O)),
     "h2o, rank": ("dense", dataclasses.replace(_H2O, layout=Layout("rank"))),
     f"roco{_BLOCKS}": ("dense", methods.roco(_BUDGET)),
     "full first layer, streaming_llm": ("by layer", _BY_LAYER),

@@ -29,7 +29,7 @@ from kvjax.generation.beams import checked_search, rules_of, searched
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
 from kvjax.models import pad_left
 from kvjax.run.apply import HidesTokens, apply_policy
-from kvjax.run.checks import check_block, check_positions, check_request
+from kvjax.run.checks import check_block, check_positions, end_ids
 from kvjax.run.layers import step
 from kvjax.run.mesh import on_mesh
 from kvjax.run.plan import bucket, own_params, plan_request, sharing
@@ -312,7 +312,7 @@ class Engine:
         self.tokenizer, self.block, self.texts = tokenizer, block, texts
         self.forget()
         self.cost: Line = {}
-        self._ends, L = check_request(model, policy, kvjax.Greedy(), None, 0, None), model.config.num_layers
+        self._ends, L = end_ids(model, None), model.config.num_layers
         stored = stored_as(policy, L)
         self.stored, self._again = stored if once and block is None and mesh is None else None, bool(stored.again)
         self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.experiments.gpu.gpu_report import Report, served_by
-from kvjax.pallas_kernels import Columns, Softmax, attention, pooled_attention
+from kvjax.pallas_kernels import Columns, Logits, Softmax, attention, pooled_attention
 from kvjax.pallas_kernels.api import Implementation
 
 TOLERANCE = {"bfloat16": (1e-2, 2e-3), "float16": (2e-3, 1e-3), "float32": (2e-5, 2e-4)}  # of output, of statistics
@@ -149,7 +149,7 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         label += "".join(f" {name}={value}" for name, value in o.items())
         if not report.reaches("correctness", label, again=True):
             continue
-        B, N, K, T, cached, H = shape
+        (B, N, K, T, cached, H), logits = shape, Logits(**o)
         arrays = inputs(*shape, dtype, rng)
         one, pool = single_row(B, N, K, max(cached, 335), H, dtype, rng)
         factors = (rng.uniform(*bounds, s) for bounds, s in (((0.5, 2.0), (B, K, T)), ((-1.0, 1.0), (B, T))))
@@ -159,12 +159,12 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
             Columns(softmax=Softmax(multiplier=multiplier, causal=False), group=None),
             Columns(element="above", group=None, weight=weight),
         )
-        check(f"attention {label}", dtype, attention, arrays, noisy(B), **o)
-        check(f"rescaled and weighted {label}", dtype, attention, arrays, rescaled_and_weighted, **o)
-        check(f"decode {label}", dtype, attention, one, COLUMNS, **o)
-        check(f"pool decode {label}", dtype, pooled_attention, pool, COLUMNS, num_kv_heads=K, **o)
+        check(f"attention {label}", dtype, attention, arrays, noisy(B), logits=logits)
+        check(f"rescaled and weighted {label}", dtype, attention, arrays, rescaled_and_weighted, logits=logits)
+        check(f"decode {label}", dtype, attention, one, COLUMNS, logits=logits)
+        check(f"pool decode {label}", dtype, pooled_attention, pool, COLUMNS, num_kv_heads=K, logits=logits)
         if not cached and implementations[0] != "mosaic_gpu":
-            check(f"own rows {label}", dtype, attention, arrays, COLUMNS, by=("cudnn",), own=True, **o)
+            check(f"own rows {label}", dtype, attention, arrays, COLUMNS, by=("cudnn",), own=True, logits=logits)
     if implementations[0] == "mosaic_gpu":
         return
     for (B, N, K, T, cached, H), dtype, length in itertools.product(shapes[:2], dtypes, ("block", "row", "pool")):

@@ -16,8 +16,8 @@ import kvjax
 from kvjax.analysis import Stored
 from kvjax.contract import AttentionInputs, Layout, value
 from kvjax.experiments.papers.base import Prompts
-from kvjax.pallas_kernels import Columns, Softmax, attention
-from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
+from kvjax.pallas_kernels.pytree import pytree
 
 Carry = TypeVar("Carry")
 BLOCK = 32
@@ -32,9 +32,7 @@ class Layer:
       v: values.
       out_proj: the output projection.
       bias: what is added to the logits of every key.
-      scale: factor on `q . k`, None for head_dim ** -0.5.
-      window: positions that a query sees, None for all.
-      softcap: logits become `softcap * tanh(logits / softcap)`.
+      logits: how logits follow from products, and the sliding window.
     """
 
     q: Float[Array, "B N T H"]
@@ -42,9 +40,7 @@ class Layer:
     v: Float[Array, "B K T H"]
     out_proj: Float[Array, "N H D"]
     bias: Float[Array, "B N T"] | None = None
-    scale: float | None = static(default=None)
-    window: int | None = static(default=None)
-    softcap: float | None = static(default=None)
+    logits: Logits = Logits()
 
 
 @value
@@ -59,8 +55,7 @@ class Attended:
         """
         if inputs.out_proj is None:
             raise ValueError("the model passes no out_proj to attend; figures need it")
-        how = inputs.scale, inputs.window, inputs.softcap
-        return Layer(inputs.q, inputs.kv.k, inputs.kv.v, inputs.out_proj, inputs.bias, *how)
+        return Layer(inputs.q, inputs.kv.k, inputs.kv.v, inputs.out_proj, inputs.bias, inputs.logits)
 
 
 def capture(prompts: Prompts) -> tuple[Layer, ...]:
@@ -126,9 +121,8 @@ def matrix(
     own = Softmax(multiplier, seed, noise=None if seed is None else "gumbel")
     own = None if multiplier is None and seed is None else own
     column = Columns(group=None, summed=False, softmax=own)
-    options: dict[str, Any] = {"scale": layer.scale, "window": layer.window, "softcap": layer.softcap}
-    options["bias"] = None if layer.bias is None else behind(layer.bias)
-    return attention(q, k, v, q_pos, pos, columns=(column,), **options).columns[0][..., :T]
+    bias = None if layer.bias is None else behind(layer.bias)
+    return attention(q, k, v, q_pos, pos, columns=(column,), bias=bias, logits=layer.logits).columns[0][..., :T]
 
 
 def fold_rows(

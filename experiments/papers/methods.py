@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvjax import Policy, Share, methods, shared_layers, when
 from kvjax.contract import Layout, Slots
-from kvjax.methods import easykv, variants
+from kvjax.methods.released import easykv, papers
 from kvjax.observe import Rows
 from kvjax.scores.attention import Faded, ValuePrior
 from kvjax.scores.softmax import EntropyScaled
@@ -60,7 +60,7 @@ def full(budget: Budget) -> Policy:
 
 def pooled(budget: Budget, *, of: Any, **options: Any) -> Policy:
     """A policy with Ada-KV's window and pooling, and a set for every query head."""
-    return variants.by_query_head(of(budget, window=32, kernel=7, **options))
+    return papers.by_query_head(of(budget, window=32, kernel=7, **options))
 
 
 class LargestRows(ValuePrior):
@@ -81,7 +81,7 @@ def largest_rows(budget: Budget, *, recent: int) -> Policy:
 
 def ahakv_part(budget: Budget, *, without: Literal["gain", "recent", "prior"], recent: int) -> Policy:
     """AhaKV without a part of it."""
-    return variants.ahakv_without(without, budget, recent=recent)
+    return papers.ahakv_without(without, budget, recent=recent)
 
 
 def keyformer_ranked(budget: Budget) -> Policy:
@@ -101,7 +101,7 @@ def faded(budget: Budget, *, decay: float = 1.0, damping: float = 1.0) -> Policy
 
 def once(budget: Budget, *, of: Any, **options: Any) -> Policy:
     """A policy that evicts while the prompt is read, and keeps all that is generated."""
-    return when(variants.PROMPT, of(budget, **options))
+    return when(papers.PROMPT, of(budget, **options))
 
 
 def easykv_read(budget: Budget, *, importance: easykv.Importance, stride: int) -> Policy:
@@ -162,8 +162,8 @@ def _method(name: str, fields: dict[str, Any]) -> Method:
 
 
 def _function(name: str) -> Any:
-    """What makes policies: of this file, of `kvjax.methods` or of its variants."""
-    return globals().get(name) or getattr(methods, name, None) or getattr(variants, name)
+    """What makes policies: of this file, of `kvjax.methods` or of its `released.papers`."""
+    return globals().get(name) or getattr(methods, name, None) or getattr(papers, name)
 
 
 def _value(option: str, given: Any) -> Any:

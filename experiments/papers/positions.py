@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax import Policy, analysis, methods
 from kvjax.experiments.papers.base import Arrays, Prompts, budgets_of, by_slice, canvas, message, percent
-from kvjax.methods import variants
+from kvjax.methods.released import papers
 from kvjax.plot import COLOURS, kept_positions
 from kvjax.plot.style import style
 
@@ -46,7 +46,7 @@ def _policies(budget: int) -> dict[str, Policy]:
         "NaCl": methods.nacl(budget),
         "Keyformer": methods.keyformer(budget),
         "AhaKV": methods.ahakv(budget, recent=recent),
-        "AhaKV without a prior": variants.ahakv_without("prior", budget, recent=recent),
+        "AhaKV without a prior": papers.ahakv_without("prior", budget, recent=recent),
     }
 
 

@@ -15,11 +15,10 @@ from kvjax.contract import EMPTY
 from kvjax.decide.select import all_but_worst, best
 from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows
 from kvjax.experiments.papers.base import Arrays, Prompts, budgets_of, canvas, draw_layers, interval, message, percent
-from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.plot import COLOURS
 from kvjax.plot.style import style
 from kvjax.scores.attention import SparedByDeviation
-from kvjax.storage import linear_bias
 
 MEASURES = ("AAS (H2O)", "AQAS", "LTAS (TOVA)", "MAS (RoCo)")
 _AQAS, _LTAS, _MAS = 1, 2, 3
@@ -86,7 +85,7 @@ def _read_and_evict(
     def next_token(caches, t):
         pos = jnp.full((X, 1), t)
 
-        def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, slopes=None, **options):
+        def attend(cache, q, k, v, *, layer, rotate, out_proj=None, hidden=None, logits=Logits()):
             del layer, out_proj, hidden
             keys, values, live, total = cache
             write = lambda x, new: lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), t, 2)
@@ -94,8 +93,7 @@ def _read_and_evict(
             live = live | (slots == t)[None, None]
             held = jnp.where(live, slots[None, None], EMPTY)
             wanted = Columns(), Columns(element="above", group_at="before")
-            options["bias"] = None if slopes is None else linear_bias(slopes, held)
-            result = attention(rotate(q, pos[:, None]), keys, values, pos, held, columns=wanted, **options)
+            result = attention(rotate(q, pos[:, None]), keys, values, pos, held, columns=wanted, logits=logits)
             p, above = result.columns
             total = jnp.where(kind == _LTAS, p, total + jnp.where(kind == _AQAS, above, p))
             rows = jnp.maximum(t + 1 - slots, 1).astype(jnp.float32)[None, None]

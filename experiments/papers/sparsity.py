@@ -50,8 +50,8 @@ def _sparsity(
 
     def visit(carry, p, rows):
         seen = keys[None] <= rows[:, None]
-        if layer.window is not None:
-            seen &= rows[:, None] - keys[None] < layer.window
+        if layer.logits.window is not None:
+            seen &= rows[:, None] - keys[None] < layer.logits.window
         p = jnp.where(seen[None, None], p, jnp.inf)
         num = seen.sum(-1).astype(jnp.float32)
         share = lambda hit: hit.sum((0, 1, 3)).astype(jnp.float32) / (B * N * num)

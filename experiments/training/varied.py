@@ -33,6 +33,7 @@ from kvjax.experiments.training import embedded, loop
 from kvjax.experiments.training.documents import Documents, Sizes
 from kvjax.models import LanguageModel, save
 from kvjax.models.embedded import VARIED, save_tokenizer
+from kvjax.pallas_kernels import Logits
 
 BOS, EOS = (list(loop.SPECIAL.values()).index(token) for token in (corpus.BOS, corpus.EOS))
 KINDS = ("running", "copies", "facts", "lists", "echoes")
@@ -148,14 +149,14 @@ class Hiding:
         back, causal = back[None, None], causal[None, None]
         return causal & ~(far[:, :, None] & (back > LOCAL)) & ~(near[..., None] & (back == 1))
 
-    def __call__(self, cache, q, k, v, *, layer, rotate, scale=None, **_):
+    def __call__(self, cache, q, k, v, *, layer, rotate, logits=Logits(), **_):
         """See `kvjax.run.layers.without_cache`."""
         (B, N, T, H), K = q.shape, k.shape[1]
         q, k = rotate(q, self._pos[:, None]), rotate(k, self._pos[:, None])
         bias = jnp.where(self.seen(layer, K), 0.0, -1e30)[:, :, None]
-        q = q.reshape(B, K, N // K, T, H) * (H**-0.5 if scale is None else scale)
-        logits = jnp.einsum("bkgth,bksh->bkgts", q, k) + bias
-        out = jnp.einsum("bkgts,bksh->bkgth", jax.nn.softmax(logits, axis=-1), v)
+        q = q.reshape(B, K, N // K, T, H) * logits.factor(H)
+        x = jnp.einsum("bkgth,bksh->bkgts", q, k) + bias
+        out = jnp.einsum("bkgts,bksh->bkgth", jax.nn.softmax(x, axis=-1), v)
         return out.reshape(B, N, T, H), cache, ()
 
 

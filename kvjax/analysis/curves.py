@@ -16,7 +16,7 @@ from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, 
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Left, Reading, read, seed_key
-from kvjax.contract import Count, Layout, Policy, Size, resolve
+from kvjax.contract import Count, Layout, Model, Policy, PRNGKey, Size, resolve
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import check_reads_all, stored_for_policy, with_policy
 from kvjax.run.checks import check_model, check_prompts
@@ -84,7 +84,7 @@ def value_bounds(reading: Reading) -> Float[Array, "L B"]:
 
 
 def mask_losses(
-    model: Any, params: PyTree[Any], reading: Reading, keep: Left, *, largest: Float[Array, "L B"] | None = None
+    model: Model, params: PyTree, reading: Reading, keep: Left, *, largest: Float[Array, "L B"] | None = None
 ) -> Losses:
     """Losses of an eviction of the whole model. Jit, vmap and map it over masks as you like.
 
@@ -192,15 +192,15 @@ class Curves:
 
 
 def curves(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     continuation: Any,
     policies: Mapping[str, Method],
     budgets: Sequence[Count],
     *,
     lengths: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
     seeds: Size = 1,
     oracles: Sequence[Across] = ("model",),
 ) -> Curves:

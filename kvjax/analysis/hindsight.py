@@ -9,13 +9,13 @@ evicted tokens take away can cancel, so a mask that loses more attention may mov
 Letters: B prompts, L layers, N query heads, K kv heads, S slots, R query rows, H head_dim.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import Positive, Size
-from kvjax.pallas_kernels import Columns, attention
+from kvjax.contract import Size
+from kvjax.pallas_kernels import Columns, Logits, attention
 
 Across = Literal["head", "layer", "model"]
 """Who competes for the tokens that are kept: each head keeps as many as before, each layer, or the model."""
@@ -28,20 +28,17 @@ def future_attention(
     kv_pos: Int[Array, "B K S"],
     *,
     bias: Float[Array, "B N S"] | None = None,
-    scale: float | None = None,
-    window: Size | None = None,
-    softcap: Positive | None = None,
+    logits: Logits = Logits(),
 ) -> Float[Array, "B N S"]:
     """The share of a row's attention that every token receives, averaged over R query rows, for each query head.
 
     Args:
       q: queries, rotated.
       k: keys of all slots, those of the rows themselves last.
-      q_pos, kv_pos, bias, scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
+      q_pos, kv_pos, bias, logits: as in `kvjax.pallas_kernels.attention`.
     """
     rows = Columns(group=None)
-    how: dict[str, Any] = {"bias": bias, "scale": scale, "window": window, "softcap": softcap}
-    total = attention(q, k, k, q_pos, kv_pos, columns=(rows,), **how).columns[0]
+    total = attention(q, k, k, q_pos, kv_pos, columns=(rows,), bias=bias, logits=logits).columns[0]
     return total / jnp.maximum((q_pos >= 0).sum(-1), 1).astype(total.dtype)[:, None, None]
 
 

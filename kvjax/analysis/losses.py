@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import EMPTY, Positive, Size
+from kvjax.contract import EMPTY
 from kvjax.decide.select import best
-from kvjax.pallas_kernels import attention
+from kvjax.pallas_kernels import Logits, attention
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.run.checks import as_array, check_lengths, traced
@@ -131,9 +131,7 @@ def layer_loss(
     out_proj: Float[Array, "N H D"] | None = None,
     lengths: Any = None,
     bias: Float[Array, "B N S"] | None = None,
-    scale: float | None = None,
-    window: Size | None = None,
-    softcap: Positive | None = None,
+    logits: Logits = Logits(),
 ) -> LayerLoss:
     """The exact cost of a keep mask in one layer, for the last R of S tokens as query rows.
 
@@ -147,7 +145,7 @@ def layer_loss(
       keep: the tokens that every kv head keeps, or every query head. A head that kept nothing gives zeros.
       out_proj: the output projection.
       lengths: valid tokens of every sequence, padded on the left; S if None.
-      bias, scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
+      bias, logits: as in `kvjax.pallas_kernels.attention`.
 
     Raises:
       ValueError: shapes that do not fit together, a mask that is none, lengths outside 1 to S.
@@ -162,9 +160,9 @@ def layer_loss(
     pos = jnp.maximum(jnp.arange(S, dtype=jnp.int32)[None] - pad[:, None], EMPTY)
     slots = jnp.broadcast_to(pos[:, None], keep.shape)
     rows = pos[:, S - R :]
-    options = {"bias": bias, "scale": scale, "window": window, "softcap": softcap}
-    full = attention(q, k, v, rows, slots, **options)
-    evicted = attention(q, k, v, rows, jnp.where(keep, slots, EMPTY), **options)
+    logits, bias = logits.biased(slots, bias)  # by the places of all keys, those that go among them
+    full = attention(q, k, v, rows, slots, bias=bias, logits=logits)
+    evicted = attention(q, k, v, rows, jnp.where(keep, slots, EMPTY), bias=bias, logits=logits)
     lost = lost_share(full.lse, evicted.lse)
     live = slots != EMPTY
     bound = lambda w: Norms(*(loss_bound(lost, largest_value(v, w, live, order=order)) for order in (1, 2)))

@@ -20,9 +20,22 @@ from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
 from kvjax.compose.evict import LARGE, Evict, check_kept
-from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Policy, Rotate, Stats
+from kvjax.contract import (
+    Context,
+    Decision,
+    LayerParams,
+    LayerView,
+    Layout,
+    Model,
+    Observation,
+    Policy,
+    PRNGKey,
+    Rotate,
+    Stats,
+)
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
+from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import stored_for_policy, update_layers, with_policy
 from kvjax.run.checks import check_model, check_prompts, check_rows, traced
@@ -47,8 +60,8 @@ class Later:
       out: their attention outputs.
       mass: the share of attention that they pay to every token of the prompt, averaged over rows.
       out_proj: the output projection.
+      logits: how logits follow from products.
       rotate: the rotary embedding.
-      how: what else attention is given, by name.
     """
 
     q: Float[Array, "B N F H"]
@@ -57,8 +70,8 @@ class Later:
     out: Float[Array, "B N F H"]
     mass: Float[Array, "B N T"]
     out_proj: Float[Array, "N H D"]
+    logits: Logits
     rotate: Rotate = static()
-    how: tuple[tuple[str, Any], ...] = static(default=())
 
 
 @pytree
@@ -102,7 +115,7 @@ class Reading:
         each = [kv.view().live[:, :1] for kv in self.state.layers]
         return jnp.repeat(jnp.stack(each, axis=1), heads, axis=2)
 
-    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: Any = ()) -> tuple[Layer, ...]:
+    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: LayerParams = ()) -> tuple[Layer, ...]:
         """The layers after a policy evicted from the prompt; no slot moved, `live` says what stays.
 
         Args:
@@ -120,7 +133,7 @@ class Reading:
                 check_kept(policy.at(i, len(layers)), i, kv, state.hparams[i])
         return layers
 
-    def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:
+    def decisions(self, policy: Policy, *, policy_params: LayerParams = ()) -> tuple[Decision, ...]:
         """A policy's decision about the prompt in every layer, with the scores of slots.
 
         Dead slots have a score of minus infinity; that of protected ones decides nothing. Scores of a chain are those
@@ -188,9 +201,9 @@ class Reading:
     def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
         """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
         of, attend = self.later[layer], self.attend(layer, kv)
-        return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, **dict(of.how))[0]
+        return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, logits=of.logits)[0]
 
-    def logits_after(self, model: Any, params: PyTree[Any], keep: Left) -> Float[Array, "B F V"]:
+    def logits_after(self, model: Model, params: PyTree, keep: Left) -> Float[Array, "B F V"]:
         """The model's logits over the rows that follow after an eviction of every layer, which later layers feel.
 
         Everything that the rows add to the cache stays. These are the logits of `policy(state, stats)` and then
@@ -219,7 +232,7 @@ def _in_order(kv: Any) -> Layer:
 
 
 def _over(
-    model: Any, params: PyTree[Any], reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
+    model: Model, params: PyTree, reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
 ) -> tuple[Float[Array, "B F V"], list[Any]]:
     """The model over the rows that follow: logits after each of them, and what every layer's `attend` observed."""
     (outer, each), found = model.parts(params), []
@@ -231,7 +244,7 @@ def _over(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _logits(model: Any, params: PyTree[Any], x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
+def _logits(model: Model, params: PyTree, x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
     return model.head(params, x)
 
 
@@ -289,23 +302,33 @@ class _Following:
 
     attend: Attend
 
-    def __call__(self, kv: Any, q: Any, k: Any, v: Any, *, rotate: Any, out_proj: Any = None, **how: Any) -> Any:
-        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, **how)
-        T, F = kv.pos.shape[2], q.shape[2]
-        told = tuple((n, x) for n, x in how.items() if n not in ("hidden", "layer"))
-        return out, after, Later(q, k, v, out, mass[..., :T] / F, out_proj, rotate=rotate, how=told)
+    def __call__(
+        self,
+        kv: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        rotate: Any,
+        out_proj: Any = None,
+        logits: Logits = Logits(),
+        **how: Any,
+    ) -> Any:
+        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, logits=logits, **how)
+        mass = mass[..., : kv.pos.shape[2]] / q.shape[2]
+        return out, after, Later(q, k, v, out, mass, out_proj, logits, rotate=rotate)
 
 
 def read(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     continuation: Any,
     *,
     policies: Sequence[Policy] = (),
     observe: Sequence[Observation] = (),
     lengths: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
     layout: Layout | None = None,
 ) -> Reading:
     """Reads prompts, then what follows them, with the full cache.
@@ -346,7 +369,7 @@ def read(
     return dataclasses.replace(bare, later=tuple(later), logits=logits)
 
 
-def seed_key(key: Any, batch: int, seed: int) -> Array:
+def seed_key(key: PRNGKey, batch: int, seed: int) -> Array:
     """The keys of every sequence for a seed; seed 0 keeps the sequence's own."""
     keys = row_keys(key, batch)
     return keys if seed == 0 else jax.vmap(lambda k: jax.random.fold_in(k, seed))(keys)

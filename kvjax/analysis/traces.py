@@ -7,39 +7,28 @@ Letters: B prompts, L layers, K kv heads, N query heads, S slots of the prompt, 
 embed_dim.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.analysis.losses import by_query_head
 from kvjax.analysis.reading import Reading
 from kvjax.contract import AttentionInputs, Size, value
-from kvjax.observe import votes
+from kvjax.observe import Queries, votes
 from kvjax.pallas_kernels import Columns, Softmax, attention
-from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.pallas_kernels.pytree import pytree
 
 
 @pytree
-class Voters:
+class Voters(Queries):
     """Rows of one layer that vote on slots, and how they attend: votes under any softmax, and their gradient.
 
     Attributes:
-      q: queries as they met the keys.
       k: keys of every slot.
-      q_pos: absolute position of every row, negative for padding.
       kv_pos: absolute position of every slot, negative for a dead slot.
-      bias, scale, window, softcap: as in `kvjax.pallas_kernels.attention`.
     """
 
-    q: Float[Array, "B N R H"]
     k: Float[Array, "B K S H"]
-    q_pos: Int[Array, "B R"]
     kv_pos: Int[Array, "B K S"]
-    bias: Float[Array, "B N S"] | None = None
-    scale: float | None = static(default=None)
-    window: int | None = static(default=None)
-    softcap: float | None = static(default=None)
 
     def votes(self, multiplier: Float[Array, "B R"]) -> Float[Array, "B K S"]:
         """Each slot's attention from all rows, logits times `multiplier`; the mean of a group, in its dtype.
@@ -49,9 +38,8 @@ class Voters:
         q, k = self.q.astype(multiplier.dtype), self.k.astype(multiplier.dtype)
         factor = jnp.broadcast_to(multiplier[:, None], (*k.shape[:2], q.shape[2]))
         column = Columns(softmax=Softmax(multiplier=factor))
-        how: dict[str, Any] = {"bias": self.bias, "scale": self.scale, "window": self.window, "softcap": self.softcap}
-        found = attention(q, k, k, self.q_pos, self.kv_pos, columns=(column,), implementation="reference", **how)
-        return found.columns[0]
+        how = {"columns": (column,), "bias": self.bias, "logits": self.logits}
+        return attention(q, k, k, self.pos, self.kv_pos, **how, implementation="reference").columns[0]
 
 
 @value
@@ -68,8 +56,7 @@ class VotingRows:
         kv, pos = inputs.kv, inputs.pos[:, -self.rows :]
         if kv.how.positions != "original":
             raise ValueError(f"a layer stored by {kv.how.positions} has no keys at the text's positions for voters")
-        q, how = inputs.q[:, :, -self.rows :], (inputs.scale, inputs.window, inputs.softcap)
-        return Voters(q, kv.k, pos, kv.pos, inputs.bias, *how)
+        return Voters(inputs.q[:, :, -self.rows :], pos, inputs.bias, inputs.logits, kv.k, kv.pos)
 
 
 @pytree
@@ -127,7 +114,7 @@ def trace(reading: Reading) -> Traces:
     for i, (kv, later) in enumerate(zip(reading.state.layers, reading.later, strict=True)):
         attend = reading.attend(i, kv, (votes(R),))
         new = later.q, later.k, later.v
-        _, _, ((row,), _) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, **dict(later.how))
+        _, _, ((row,), _) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, logits=later.logits)
         rows.append(row)  # "B N R S+R"
         v = by_query_head(later.v, row.shape[1])
         own.append(jnp.einsum("bnrs,bnsh->bnrh", row[..., T:], v.astype(row.dtype)))

@@ -300,7 +300,7 @@ def chain(*policies: Policy) -> Policy:
 def _refuse_unknown(policies: Mapping[Any, Policy], labels: Sequence[Hashable]) -> None:
     if not isinstance(labels, Sequence | np.ndarray):
         raise ValueError(f"labels is a {type(labels).__name__}; give a list with the label of every layer")
-    if unknown := [x for x in labels if x not in policies]:
+    if unknown := [x for x in labels if not isinstance(x, Hashable) or x not in policies]:
         raise ValueError(f"there is no policy with the label {unknown[0]!r}, but with {', '.join(map(repr, policies))}")
 
 

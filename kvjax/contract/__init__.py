@@ -4,6 +4,9 @@ Letters in shapes: B sequences, T rows (new tokens), S slots, N query heads, K k
 of the model, M prompts that are planned for on the host.
 """
 
+from kvjax.contract.model import Config as Config
+from kvjax.contract.model import Model as Model
+from kvjax.contract.model import Tokenizer as Tokenizer
 from kvjax.contract.policy import Heads as Heads
 from kvjax.contract.policy import Part as Part
 from kvjax.contract.policy import Policy as Policy
@@ -47,10 +50,12 @@ from kvjax.pallas_kernels.kinds import MOST as MOST
 from kvjax.pallas_kernels.kinds import Amount as Amount
 from kvjax.pallas_kernels.kinds import AtLeastOne as AtLeastOne
 from kvjax.pallas_kernels.kinds import Cosine as Cosine
+from kvjax.pallas_kernels.kinds import LayerParams as LayerParams
 from kvjax.pallas_kernels.kinds import NonNegative as NonNegative
 from kvjax.pallas_kernels.kinds import Number as Number
 from kvjax.pallas_kernels.kinds import Odd as Odd
 from kvjax.pallas_kernels.kinds import Positive as Positive
+from kvjax.pallas_kernels.kinds import PRNGKey as PRNGKey
 from kvjax.pallas_kernels.kinds import Proportion as Proportion
 from kvjax.pallas_kernels.kinds import Ratio as Ratio
 from kvjax.pallas_kernels.kinds import Size as Size

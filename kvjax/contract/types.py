@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from kvjax.contract.values import Prompts, value
 from kvjax.pallas_kernels.columns import hash_uniform
 from kvjax.pallas_kernels.kinds import Amount, Dtype, Kind, Number, Size
+from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.pytree import pytree, static
 
 EMPTY = -1  # the position of a dead slot
@@ -240,9 +241,7 @@ class AttentionInputs:
       rotate: the rotary embedding.
       out_proj: the layer's output projection.
       hidden: what the rows' queries, keys and values are projections of.
-      scale: factor on the logits, None for head_dim ** -0.5.
-      window: the layer's sliding window in tokens.
-      softcap: the cap on logits, in logits.
+      logits: how logits follow from products, and the layer's sliding window; without slopes, which are in `bias`.
       bias: what is added to the logits of each slot.
       raw_k: keys of all slots before rotation, where they are stored so, which is for positions by rank.
     """
@@ -255,9 +254,7 @@ class AttentionInputs:
     rotate: Rotate
     out_proj: Float[Array, "N H D"] | None = None
     hidden: Float[Array, "B T D"] | None = None
-    scale: float | None = None
-    window: int | None = None
-    softcap: float | None = None
+    logits: Logits = Logits()
     bias: Float[Array, "B _ S"] | None = None
     raw_k: Float[Array, "B K S _"] | None = None
 

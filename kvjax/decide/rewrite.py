@@ -24,6 +24,7 @@ from kvjax.contract import (
 )
 from kvjax.decide.linalg import least_squares, of_each
 from kvjax.decide.select import best
+from kvjax.pallas_kernels.logits import capped
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage import take
 
@@ -50,8 +51,7 @@ class Answers:
 
     def weights(self) -> tuple[Float[Array, "B K R S"], Float[Array, "B K R"]]:
         """Exponentials of logits less the row's largest, and their sum; 0 for padding."""
-        x = jnp.einsum("bkgth,bksh->bkgts", self.q, self.k.astype(jnp.float32))
-        x = x if self.softcap is None else self.softcap * jnp.tanh(x / self.softcap)
+        x = capped(jnp.einsum("bkgth,bksh->bkgts", self.q, self.k.astype(jnp.float32)), self.softcap)
         x = jnp.where(self.real[:, None, None, :, None], x + self.bias[:, :, :, None], -jnp.inf)
         e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
         e = e.reshape(*e.shape[:2], -1, e.shape[-1])
@@ -78,13 +78,13 @@ class Reference:
     def __call__(self, inputs: AttentionInputs) -> Answers:
         kv, q, real = inputs.kv, inputs.q[:, :, -self.rows :], inputs.pos[:, -self.rows :] != EMPTY
         (B, N, T, H), (_, K, S) = q.shape, kv.pos.shape
-        q = q.astype(jnp.float32).reshape(B, K, -1, T, H) * (H**-0.5 if inputs.scale is None else inputs.scale)
+        q = q.astype(jnp.float32).reshape(B, K, -1, T, H) * inputs.logits.factor(H)
         bias = jnp.zeros((B, 1, S)) if inputs.bias is None else inputs.bias.astype(jnp.float32)
         read = kv.live
-        if inputs.window is not None:
-            read &= kv.pos > (inputs.ctx.length - inputs.window)[:, None, None]
+        if (window := inputs.logits.window) is not None:
+            read &= kv.pos > (inputs.ctx.length - window)[:, None, None]
         bias = jnp.where(read[:, :, None], jnp.broadcast_to(bias, (B, N, S)).reshape(B, K, -1, S), -jnp.inf)
-        rows = Answers(q, kv.k, bias, real, jnp.zeros(()), inputs.softcap)
+        rows = Answers(q, kv.k, bias, real, jnp.zeros(()), inputs.logits.softcap)
         out = jnp.einsum("bkrs,bksh->bkrh", shares(*rows.weights()), kv.v.astype(jnp.float32))
         return dataclasses.replace(rows, out=out)
 

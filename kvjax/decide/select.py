@@ -121,8 +121,11 @@ class ThenRandom(Select):
         free = jnp.maximum(budgets - safe.sum(-1), 0)
         random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
         first = best(jnp.where(safe, jnp.inf, score), kv.pos, budgets - random)
-        rest = kv.live & ~safe & ~first
-        return first | best(self.drawn(score, slots), jnp.where(rest, kv.pos, -1), random)
+        return first | best(self.drawn(score, slots), jnp.where(self.pool(first, slots), kv.pos, -1), random)
+
+    def pool(self, first: Bool[Array, "B K S"], slots: Slots) -> Bool[Array, "B K S"]:
+        """The slots that are drawn from: what is neither protected nor among the best."""
+        return slots.candidates & ~first
 
     def drawn(self, score: Float[Array, "B K S"], slots: Slots) -> Float[Array, "B K S"]:
         """Scores with Gumbel noise: the best of them are a draw by their softmax."""
@@ -276,6 +279,10 @@ class LazyOrAll(Select):
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         safe = slots.protected
-        mass = jnp.where(safe & slots.kv.live, score, 0.0).sum(-1).mean(1)
+        mass = jnp.where(self.counted(slots), score, 0.0).sum(-1).mean(1)
         kept = best(jnp.where(safe, jnp.inf, score), slots.kv.pos, budgets)
         return jnp.where((mass > self.threshold)[:, None, None], safe & slots.kv.live, kept)
+
+    def counted(self, slots: Slots) -> Bool[Array, "B K S"]:
+        """The slots whose attention is counted."""
+        return slots.protected & slots.kv.live

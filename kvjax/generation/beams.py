@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, Policy, Size
+from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.contract.checks import whole
 from kvjax.generation.loop import NO_TOKEN
 from kvjax.generation.sampling import Greedy
@@ -201,8 +201,8 @@ def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) 
 
 
 def generate_beams_from(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     logits: Float[Array, "B V"],
     state: State,
     *,
@@ -230,8 +230,8 @@ def generate_beams_from(
 
 @functools.partial(jax.jit, static_argnames=("model", "num_beams", "most", "ends", "pad_id", "num_returned"))
 def searched(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     logits: Float[Array, "B V"],
     state: State,
     rules: _Rules,
@@ -275,8 +275,8 @@ def searched(
 
 
 def generate_beams(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     *,
     policy: Policy = Policy(),
@@ -289,9 +289,9 @@ def generate_beams(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     num_return_sequences: Size = 1,
-    key: Any = None,
+    key: PRNGKey = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     buckets: bool = True,
 ) -> Beams:
@@ -344,7 +344,7 @@ def generate_beams(
 
 
 def checked_search(
-    model: Any,
+    model: Model,
     num_beams: Size,
     max_new_tokens: Size,
     eos_ids: int | Sequence[int] | None,
@@ -355,7 +355,7 @@ def checked_search(
     policy: Policy = Policy(),
 ) -> dict[str, Any]:
     """Checks the options of a search, and returns the static ones of `searched`."""
-    eos = tuple(sorted(set(check_request(model, policy, Greedy(), eos_ids, pad_id, None))))
+    eos = tuple(sorted(set(check_request(model, Greedy(), eos_ids, pad_id, None))))
     vocab = model.config.vocab_size
     whole("num_beams", num_beams, 1, vocab, "search with at least 1 beam, which is greedy generation")
     whole("num_return_sequences", num_return_sequences, 1, num_beams, f"there are num_beams={num_beams}")

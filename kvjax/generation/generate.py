@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, Policy, Size
+from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.generation.loop import Decoding, begin, decoded, log_prob
 from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
 from kvjax.pallas_kernels.pytree import pytree
@@ -52,8 +52,8 @@ class Generation:
 
 
 def generate(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     *,
     policy: Policy = Policy(),
@@ -63,10 +63,10 @@ def generate(
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
-    key: Any = None,
+    key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     buckets: bool = True,
     progress: bool = False,
@@ -93,7 +93,7 @@ def generate(
       ValueError: a sampler that draws without a key, and what `kvjax.prefill` refuses; always before anything runs.
     """
     check_model(model, params)
-    ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
+    ends = check_request(model, sampler, eos_ids, pad_id, key)
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), max_new_tokens
     if mesh is not None:
         params = on_mesh(model, params, mesh, len(prompts.tokens))
@@ -106,8 +106,8 @@ def generate(
 
 
 def generate_from(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     logits: Float[Array, "B V"],
     state: State,
     *,
@@ -133,7 +133,7 @@ def generate_from(
     """
     check_state(model, params, state)
     check_logits(model, state, logits)
-    ends = check_request(model, Policy(), sampler, eos_ids, pad_id, state.keys)
+    ends = check_request(model, sampler, eos_ids, pad_id, state.keys)
     check_room(state, max_new_tokens - 1)
     read = _already_read(model, tokens, state) if sampler.reads_seen or tokens is not None else None
     seen = seen_of(model, read) if sampler.reads_seen and read is not None else None
@@ -141,7 +141,7 @@ def generate_from(
     return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)
 
 
-def _already_read(model: Any, tokens: Any, state: State) -> Prompts:
+def _already_read(model: Model, tokens: Any, state: State) -> Prompts:
     """Tokens that a state has read, for samplers."""
     if tokens is None:
         raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
@@ -151,14 +151,14 @@ def _already_read(model: Any, tokens: Any, state: State) -> Prompts:
     return check_rows(model, tokens, state.length, len(state.length))
 
 
-def seen_of(model: Any, prompts: Prompts) -> Bool[Array, "B V"]:
+def seen_of(model: Model, prompts: Prompts) -> Bool[Array, "B V"]:
     """Which tokens of the vocabulary each prompt has, for samplers that ask."""
     return seen_tokens(jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths), model.config.vocab_size)
 
 
 def _generated(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     at: Decoding,
     steps: int,
     most: int,
@@ -190,7 +190,7 @@ def _logits(logits: Array, token: Array, state: State) -> Array:
 
 
 def feed(
-    model: Any, params: PyTree[Any], tokens: Any, state: State, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Any, state: State, *, lengths: Any = None
 ) -> tuple[Float[Array, "B T V"], State]:
     """Reads given tokens one decode step each: a question after compression, say.
 
@@ -214,7 +214,7 @@ def feed(
 
 
 def score(
-    model: Any, params: PyTree[Any], tokens: Any, logits: Float[Array, "B V"], state: State, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Any, logits: Float[Array, "B V"], state: State, *, lengths: Any = None
 ) -> tuple[Float[Array, "B T"], State]:
     """Reads given tokens one decode step each: the log-probability of every one, given those before it.
 
@@ -243,7 +243,7 @@ def score(
 
 
 def given_tokens(
-    model: Any, params: PyTree[Any], tokens: Any, state: State, lengths: Any
+    model: Model, params: PyTree, tokens: Any, state: State, lengths: Any
 ) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
     """(where decoding stands before given tokens, those after the first, which of these are read)."""
     check_state(model, params, state)

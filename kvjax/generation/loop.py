@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from kvjax.contract import Model
 from kvjax.generation.sampling import Greedy, Sampler, with_token
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.run.state import State
@@ -111,8 +112,8 @@ def _taken(token: Int[Array, "B"], on: Any, given: Any) -> tuple[Int[Array, "B"]
 
 
 def decode_tokens(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     at: Decoding,
     given: tuple[Int[Array, "n B"], Bool[Array, "n B"] | None] | None = None,
     count: Int[Array, ""] | None = None,
@@ -192,13 +193,13 @@ _STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "waits", "al
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("spent",))
-def _decoded(model: Any, params: Any, kept: Any, spent: Any, at: Decoding, given: Any, count: Any, **how: Any) -> Any:
+def _decoded(model: Model, params: Any, kept: Any, spent: Any, at: Decoding, given: Any, count: Any, **how: Any) -> Any:
     at = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=kept + spent))
     return decode_tokens(model, params, at, given, count, **how)
 
 
 def decoded(
-    model: Any, params: PyTree[Any], at: Decoding, given: Any, count: Any, *, in_place: bool = False, **how: Any
+    model: Model, params: PyTree, at: Decoding, given: Any, count: Any, *, in_place: bool = False, **how: Any
 ) -> tuple[Steps, Decoding]:
     """`decode_tokens`, compiled. It overwrites the cache of `at`, if `in_place`; otherwise `at` stays valid."""
     plan, layers = at.state.plan, at.state.layers

@@ -343,7 +343,7 @@ class EntropyK(Family):
             raise ValueError("EntropyK needs View.voters, the rows that vote in every layer, and View.prior")
         votes = []
         for voters in view.voters:
-            ratio = (voters.q_pos + 1).astype(params.dtype) / jnp.exp(params)
+            ratio = (voters.pos + 1).astype(params.dtype) / jnp.exp(params)
             above = ratio > 1
             factor = jnp.where(above, jnp.sqrt(2.0 * jnp.log(jnp.where(above, ratio, 2.0))), 1.0)
             votes.append(voters.votes(factor))

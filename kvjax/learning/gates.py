@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.contract import Amount, NonNegative, Size
-from kvjax.pallas_kernels import kinds
+from kvjax.pallas_kernels import Logits, kinds
 from kvjax.pallas_kernels.columns import accumulator
 
 # What models call in every layer, as `Attend` of `kvjax.run`.
@@ -52,21 +52,16 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
         rotate: Callable[..., Array],
         out_proj: Any = None,
         hidden: Any = None,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        slopes: Any = None,
+        logits: Logits = Logits(),
     ) -> tuple[Array, Any, tuple[()]]:
         (B, N, T, H), K, dtype = q.shape, k.shape[1], accumulator(q.dtype)
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
         grouped = q.reshape(B, K, N // K, T, H).astype(dtype)
-        x = jnp.einsum("bkgth,bksh->bkgts", grouped, k.astype(dtype)) * (H**-0.5 if scale is None else scale)
-        x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+        x = logits.of(jnp.einsum("bkgth,bksh->bkgts", grouped, k.astype(dtype)), H)
         row, key = pos[:, None, None, :, None], pos[:, None, None, None]
-        if slopes is not None:
-            x = x + jnp.asarray(slopes, dtype).reshape(1, K, -1, 1, 1) * (key - row).astype(dtype)
-        sees = (key >= 0) & (key <= row)
-        sees = sees if window is None else sees & (row - key < window)
+        if logits.slopes is not None:
+            x = x + jnp.asarray(logits.slopes, dtype).reshape(1, K, -1, 1, 1) * (key - row).astype(dtype)
+        sees = logits.visible(pos, pos[:, None])[:, :, None]
         near = sees & ((key < sinks) | (row - key < recent))
         gate = gates[layer].astype(dtype)[None, :, None, None, None]
         p = gate * _softmax(x, sees) + (1 - gate) * _softmax(x, near)

@@ -23,6 +23,7 @@ from kvjax.contract import (
     Context,
     LayerInfo,
     LayerView,
+    Model,
     Observation,
     PerSlot,
     Phase,
@@ -62,7 +63,7 @@ class Remember(Policy):
 
 
 def examples(
-    model: Any, params: PyTree[Any], tokens: Any, *, replay: Reread, lengths: Any = None, sinks: Amount = 4
+    model: Model, params: PyTree, tokens: Any, *, replay: Reread, lengths: Any = None, sinks: Amount = 4
 ) -> tuple[Float[np.ndarray, "L M D"], Float[np.ndarray, "L M K"]]:
     """Hidden states of all tokens of some texts in every layer, and the logarithms of their scores in a replay.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import EMPTY, Amount, AttentionInputs, Observation, Phase, Policy, value
+from kvjax.contract import EMPTY, Amount, AttentionInputs, Model, Observation, Phase, Policy, value
 from kvjax.observe import votes
 from kvjax.pallas_kernels import kinds
 from kvjax.run.checks import as_array, check_model, check_prompts
@@ -53,7 +53,7 @@ class Watch(Policy):
         return (self.what,) if phase == "prefill" else ()
 
 
-def observed(model: Any, params: PyTree[Any], prompts: Prompts, what: Observation) -> list[Any]:
+def observed(model: Model, params: PyTree, prompts: Prompts, what: Observation) -> list[Any]:
     """An observation of prompts in every layer.
 
     Args:
@@ -68,7 +68,7 @@ def observed(model: Any, params: PyTree[Any], prompts: Prompts, what: Observatio
 
 
 def fit_filters(
-    model: Any, params: PyTree[Any], tokens: Any, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Any, *, lengths: Any = None
 ) -> dict[str, Float[np.ndarray, "L K H"]]:
     """The filters of a model for `kvjax.methods.q_filters`, from text that it reads (arXiv 2503.02812, section 3.2).
 
@@ -96,7 +96,7 @@ def fit_filters(
 
 
 def fit_queries(
-    model: Any, params: PyTree[Any], tokens: Any, *, lengths: Any = None, sinks: Amount = 4
+    model: Model, params: PyTree, tokens: Any, *, lengths: Any = None, sinks: Amount = 4
 ) -> dict[str, np.ndarray]:
     """The mean and the covariance of a model's queries before rotation (ExpectedAttentionStatsPress of kvpress).
 
@@ -126,7 +126,7 @@ def fit_queries(
 
 
 def _moments(
-    model: Any, params: PyTree[Any], tokens: Any, lengths: Any, what: QueryMoments
+    model: Model, params: PyTree, tokens: Any, lengths: Any, what: QueryMoments
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Sums over all texts in every layer, in float64."""
     check_model(model, params)
@@ -135,7 +135,7 @@ def _moments(
 
 
 def head_importance(
-    model: Any, params: PyTree[Any], tokens: Any, wanted: Any, answers: Any, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Any, wanted: Any, answers: Any, *, lengths: Any = None
 ) -> Float[np.ndarray, "L K"]:
     """How much every kv head looks at what an answer is read from (HeadKV, arXiv 2410.19258, section 3.2).
 

@@ -1,4 +1,4 @@
-"""The methods of the papers, each a composition. Differences of their released code are in `kvjax.methods.variants`."""
+"""The methods of the papers, each a composition. What released code does otherwise is `kvjax.methods.released`."""
 
 from kvjax.methods.attention import ahakv as ahakv
 from kvjax.methods.attention import aqas as aqas

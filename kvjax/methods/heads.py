@@ -10,13 +10,7 @@ from kvjax.methods.position import full, streaming_llm
 from kvjax.pallas_kernels.kinds import HeadTable
 
 
-def duo_attention(
-    gates: HeadTable,
-    *,
-    streaming: Proportion = 0.5,
-    sinks: Amount = 64,
-    recent: Amount = 256,
-) -> Policy:
+def duo_attention(gates: HeadTable, *, streaming: Proportion = 0.5, sinks: Amount = 64, recent: Amount = 256) -> Policy:
     """Keeps everything in heads that retrieve, and the first and last tokens in the others (arXiv 2410.10819).
 
     Every kv head has a gate, learned on texts whose answers have to be found in them (DuoAttention, section 2.3).

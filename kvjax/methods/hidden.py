@@ -194,9 +194,7 @@ class ReadPages(Policy):
             at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], self._page(kv)
             most = jnp.full((B, K, high.shape[2], bias.shape[-1]), -jnp.inf)
             most = most.at[at].max(jnp.where(kv.live[..., None], bias, -jnp.inf)).swapaxes(2, 3)
-            bounds = bounds * (q.shape[-1] ** -0.5 if inputs.scale is None else inputs.scale)
-            bounds = bounds if inputs.softcap is None else inputs.softcap * jnp.tanh(bounds / inputs.softcap)
-            bounds = jnp.where(jnp.isfinite(most), bounds + most, -jnp.inf)
+            bounds = jnp.where(jnp.isfinite(most), inputs.logits.of(bounds, q.shape[-1]) + most, -jnp.inf)
         return bounds.max(2)
 
     def _best(
@@ -205,8 +203,8 @@ class ReadPages(Policy):
         """The pages with the largest bounds, of equal ones the older, and which of them are read."""
         page, newest = jnp.arange(bound.shape[2])[None, None], ctx.length[:, None, None] - 1
         exists = jnp.isfinite(kv.memory[0][..., 0])
-        if inputs.window is not None:  # of other pages the row sees nothing
-            exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.window
+        if inputs.logits.window is not None:  # of other pages the row sees nothing
+            exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.logits.window
         bound = jnp.where(page == newest // self.size, jnp.inf, jnp.where(exists, bound, -jnp.inf))
         count = jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]
         bound, page = lax.top_k(bound, ctx.hparams.pages.shape[1])

@@ -1,15 +1,11 @@
 """NaCl: proxies at the end of the prompt vote, and a random sample of the rest stays."""
 
-import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from kvjax.budgets import known
 from kvjax.compose.evict import Evict
-from kvjax.contract import AttentionInputs, Count, Prompts, resolve, value
+from kvjax.contract import Count, Prompts, resolve, value
 from kvjax.decide.select import ThenRandom
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated
@@ -45,32 +41,8 @@ class Table4:
         return np.maximum(np.floor(percent * n / 100.0 + 1e-9).astype(np.int64), int(self.which == "proxies"))
 
 
-@value
-class RowsAtEnds(Rows):
-    """Attention that every slot received from the first and the last rows of a prompt (NaCl, section 3.2).
-
-    Attributes:
-      begin: how many first rows count; `last` says how many last ones do.
-    """
-
-    begin: Count = 0
-
-    def __call__(self, inputs: AttentionInputs) -> Any:
-        """The columns that the kernels sum."""
-        if inputs.ctx.phase == "decode":
-            return super().__call__(inputs)
-        ctx, pos = inputs.ctx, inputs.pos
-        first, last = (known(0 if n is None else n, ctx)[:, None] for n in (self.begin, self.last))
-        weight: Array = ((pos < first) | (pos >= ctx.prompt_length[:, None] - last)).astype(jnp.float32)
-        return dataclasses.replace(super().__call__(inputs), rows=None, weight=weight)
-
-
 def nacl(
-    budget: Count,
-    *,
-    recent: Count | None = None,
-    proxies: Count | None = None,
-    random: Count | None = None,
+    budget: Count, *, recent: Count | None = None, proxies: Count | None = None, random: Count | None = None
 ) -> Evict:
     r"""Keeps what the proxies at the end attend to, and a random sample of the rest (NaCl, arXiv 2408.03675).
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int8
+from jaxtyping import Array, Bool, Int, Int8
 
 from kvjax.contract import (
     EMPTY,
@@ -24,7 +24,6 @@ from kvjax.contract import (
     Policy,
     Prompts,
     Proportion,
-    Size,
     Sizes,
     Stats,
     data,
@@ -32,10 +31,9 @@ from kvjax.contract import (
     value,
 )
 from kvjax.decide.select import best
-from kvjax.observe import Rows, on_new_slots
+from kvjax.observe import Queries, Rows, on_new_slots
 from kvjax.pallas_kernels import recovered_attention
 from kvjax.pallas_kernels.kinds import Range
-from kvjax.pallas_kernels.pytree import pytree, static
 
 STRATEGIES = ("special", "punctuation", "frequent", "local", "full")
 """Sets of tokens that a head may keep, by number; each holds those before it, and more."""
@@ -63,31 +61,12 @@ class Kinds:
         return on_new_slots(kind, inputs, UNKNOWN).astype(jnp.int8)
 
 
-@pytree
-class Queries:
-    """Rows and how they attend, of which a policy computes attention itself.
-
-    Attributes:
-      q: queries, rotated.
-      pos: positions of the rows, `EMPTY` for padding.
-      bias: what is added to the logits of each slot.
-      scale, window, softcap: as in `AttentionInputs` (static).
-    """
-
-    q: Float[Array, "B N T H"]
-    pos: Int[Array, "B T"]
-    bias: Float[Array, "B N S"] | None
-    scale: float | None = static(default=None)
-    window: Size | None = static(default=None)
-    softcap: float | None = static(default=None)
-
-
 @value
 class WholeQueries:
     """Observes the queries themselves, for policies that compute attention once they know of which slots."""
 
     def __call__(self, inputs: AttentionInputs) -> Queries:
-        return Queries(inputs.q, inputs.pos, inputs.bias, inputs.scale, inputs.window, inputs.softcap)
+        return Queries(inputs.q, inputs.pos, inputs.bias, inputs.logits)
 
 
 class FastGen(Policy):
@@ -210,10 +189,8 @@ class FastGen(Policy):
             sets,
             within=(None, None, None, ctx.hparams[1]),
             tolerance=None if self.by == "mass" else 1e-4,
-            scale=rows.scale,
-            window=rows.window,
-            softcap=rows.softcap,
             bias=rows.bias,
+            logits=rows.logits,
         )
         enough = jnp.asarray(found.mass if self.by == "mass" else found.elementwise) >= self.recovery
         return jnp.where(enough.any(-1), enough.argmax(-1), FULL).astype(jnp.int32)

@@ -3,14 +3,14 @@
 import json
 import pathlib
 import re
-from typing import Any
 
 import numpy as np
 
+from kvjax.contract import Config
 from kvjax.pallas_kernels import kinds
 
 
-def published(where: str | pathlib.Path, config: Any) -> np.ndarray:
+def published(where: str | pathlib.Path, config: Config) -> np.ndarray:
     """DuoAttention's gates "L K" of a model, or Attention Matching's shares, by its name.
 
     Gates are cut to [0, 1], as in DuoAttention's code. Shares become multiples of the average, which layers with a

@@ -79,12 +79,7 @@ def ada_pyramid(
 
 
 def headkv(
-    budget: Count,
-    importance: HeadTable,
-    *,
-    beta: AtLeastOne = 1.2,
-    window: Size = 32,
-    kernel: Odd = 7,
+    budget: Count, importance: HeadTable, *, beta: AtLeastOne = 1.2, window: Size = 32, kernel: Odd = 7
 ) -> Evict:
     r"""Gives more of SnapKV's budget to heads that retrieve and reason (HeadKV, Fu et al., arXiv 2410.19258).
 
@@ -225,13 +220,7 @@ def defensivekv(budget: Count, *, window: Size = 32, kernel: Odd = 5, mass: Prop
     return Evict(score, budget, 0, window, heads=Adaptive(1.0), layout=Layout(pool=True))
 
 
-def layer_defensivekv(
-    budget: Count,
-    *,
-    window: Size = 32,
-    kernel: Odd = 5,
-    mass: Proportion = 0.9,
-) -> AcrossLayers:
+def layer_defensivekv(budget: Count, *, window: Size = 32, kernel: Odd = 5, mass: Proportion = 0.9) -> AcrossLayers:
     """Lets all layers of DefensiveKV compete for the model's budget, by one top-k of scores (arXiv 2510.13334).
 
     No layer gets more than twice the average.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax.contract import MOST
+from kvjax.contract import MOST, Config, Model, PRNGKey
 from kvjax.contract.checks import whole
 from kvjax.observe import Reread
 from kvjax.run.plan import Plan
@@ -41,7 +41,7 @@ def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning:
 _flat = functools.lru_cache(maxsize=64)(lambda model: jax.tree.flatten(model.shapes))  # made anew in milliseconds
 
 
-def check_model(model: Any, params: PyTree[Any]) -> None:
+def check_model(model: Model, params: PyTree) -> None:
     """Refuses what is no model, and parameters that are not arrays of floats of the model's names and shapes."""
     floats = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
     leaves, tree = jax.tree.flatten(params)
@@ -63,7 +63,7 @@ def check_model(model: Any, params: PyTree[Any]) -> None:
         )
 
 
-def check_ids(model: Any, ids: Any) -> None:
+def check_ids(model: Model, ids: Any) -> None:
     """Refuses known token ids outside the vocabulary."""
     vocab = model.config.vocab_size
     if not traced(ids) and np.size(ids) and not 0 <= np.min(ids) <= np.max(ids) < vocab:
@@ -81,7 +81,7 @@ def check_lengths(lengths: Any, batch: int, width: int) -> Any:
     return lengths.astype(np.int32)
 
 
-def check_rows(model: Any, tokens: Any, lengths: Any, batch: int | None = None) -> Prompts:
+def check_rows(model: Model, tokens: Any, lengths: Any, batch: int | None = None) -> Prompts:
     """Rows of token ids padded on the left, of which the last `lengths` are read; all if None."""
     advice = "integers, one row a sequence; pad shorter rows on the left (models.pad_left) and give lengths="
     tokens = as_array("tokens", tokens, np.integer, (batch, None), advice)
@@ -91,7 +91,7 @@ def check_rows(model: Any, tokens: Any, lengths: Any, batch: int | None = None) 
     return Prompts(tokens.astype(np.int32), lengths)
 
 
-def check_prompts(model: Any, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> Prompts:
+def check_prompts(model: Model, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> Prompts:
     """Prompts padded on the left, as `lengths` or a mask say."""
     if attention_mask is None:
         prompts = check_rows(model, tokens, lengths)
@@ -122,19 +122,24 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
         )
 
 
-def check_request(model: Any, policy: Any, sampler: Any, eos_ids: Any, pad_id: Any, key: Any) -> tuple[int, ...]:
+def check_request(model: Model, sampler: Any, eos_ids: Any, pad_id: Any, key: PRNGKey) -> tuple[int, ...]:
     """Checks a request for new tokens, and returns its end tokens."""
     if sampler.draws and key is None:
         raise ValueError(f"{sampler} draws tokens, but there is no key; give key=jax.random.key(a whole number)")
+    whole("pad_id", pad_id, 0, model.config.vocab_size - 1, "what follows the end is a token of the vocabulary")
+    return end_ids(model, eos_ids)
+
+
+def end_ids(model: Model, eos_ids: Any) -> tuple[int, ...]:
+    """The end tokens that are asked for, by default the model's."""
     vocab = model.config.vocab_size
-    whole("pad_id", pad_id, 0, vocab - 1, "what follows the end is a token of the vocabulary")
     if eos_ids is None:
         return tuple(i for i in getattr(model.config, "eos_ids", ()) if i < vocab)
     ids = tuple(np.asarray(eos_ids).reshape(-1).tolist())
     return tuple(whole("eos_ids", i, 0, vocab - 1, "end tokens lie in the model's vocabulary") for i in ids)
 
 
-def check_state(model: Any, params: PyTree[Any], state: State) -> None:
+def check_state(model: Model, params: PyTree, state: State) -> None:
     """Refuses all but a state of this model that can decode, and the model's parameters."""
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
@@ -143,8 +148,8 @@ def check_state(model: Any, params: PyTree[Any], state: State) -> None:
     sizes = [(f"num_layers={len(infos)}", config.num_layers, len(infos))]
     for i, (info, policy) in enumerate(zip(infos[: config.num_layers], policies, strict=False)):
         heads = config.num_query_heads if policy.layout.by_query_head else config.num_kv_heads
-        here = {"num_query_heads": config.num_query_heads, "num_kv_heads": heads, "head_dim": config.head_dim}
-        here["window"] = window(i)
+        here: dict[str, Any] = {"num_query_heads": config.num_query_heads, "num_kv_heads": heads}
+        here |= {"head_dim": config.head_dim, "window": window(i)}
         sizes += [(f"{n}={getattr(info, n)} in layer {i}", x, getattr(info, n)) for n, x in here.items()]
     if wrong := [(there, x) for there, x, stored in sizes if x != stored]:
         raise ValueError(
@@ -153,7 +158,7 @@ def check_state(model: Any, params: PyTree[Any], state: State) -> None:
     check_model(model, params)
 
 
-def check_logits(model: Any, state: State, logits: Any) -> None:
+def check_logits(model: Model, state: State, logits: Any) -> None:
     """Refuses logits that are not one row a sequence of the state."""
     as_array("logits", logits, np.floating, (len(state.length), model.config.vocab_size), "floats, one row a sequence")
 
@@ -191,7 +196,7 @@ def check_room(state: State, new: Any) -> None:
 
 
 def check_positions(
-    config: Any, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None, *, seen: int | None = None
+    config: Config, plan: Plan, lengths: np.ndarray, more: int, block: int | None = None, *, seen: int | None = None
 ) -> None:
     """Warns of a text beyond the model's positions, not again for `seen` tokens; refuses one beyond learned ones."""
     prompt, most = int(np.max(lengths)), getattr(config, "max_position", MOST)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.compose.evict import check_kept
-from kvjax.contract import Amount, Context, LayerInfo, Policy, Size, Stats, compiled
+from kvjax.contract import Amount, Context, LayerInfo, Policy, PRNGKey, Size, Stats, compiled
 from kvjax.contract.checks import whole
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.kinds import Arrays
@@ -31,7 +31,7 @@ def evict_layer(
     tokens: Any = None,
     layer: Amount = 0,
     num_layers: Size = 1,
-    key: Any = None,
+    key: PRNGKey = None,
     policy_params: Arrays = (),
 ) -> Layer:
     """Evicts from a prompt in one layer. No slot moves; `live` of the returned layer says what stays.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Policy, unique
+from kvjax.contract import Model, Policy, unique
 from kvjax.run.apply import own_arrays
 from kvjax.run.checks import (
     as_array,
@@ -27,8 +27,8 @@ from kvjax.run.steps import checked_logits
 
 
 def forward(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     state: State,
     *,

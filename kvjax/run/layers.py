@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, AttentionInputs, Context, Observation, Phase, Policy, Stats, unique
+from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Stats, unique
 from kvjax.observe import Keys
-from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import compacted, evict_layers
 from kvjax.run.mesh import on_rows
 from kvjax.run.scan import each_layer
 from kvjax.run.state import AttnStats, State
-from kvjax.storage import Storage, linear_bias
+from kvjax.storage import Storage
 from kvjax.storage.mesh import DATA, laid_out
 
 
@@ -59,10 +59,7 @@ class Attend:
         rotate: Callable[..., Array],
         out_proj: Float[Array, "N H D"] | None = None,
         hidden: Float[Array, "B T D"] | None = None,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        slopes: Any = None,
+        logits: Logits = Logits(),
     ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B K"], ...]]]:
         """Returns the attention output, the cache after, and (statistics if `gives`, which heads lost tokens).
 
@@ -72,11 +69,11 @@ class Attend:
           layer: a layer of this kind; which one it is stands in `ctx`.
           rotate: turns vectors at positions.
           out_proj, hidden: the output projection and the layer's input, for policies that look at them.
-          scale, window, softcap, slopes: the model's attention; `slopes` are ALiBi's.
+          logits: how the model's logits follow from products.
         """
         del layer
         policy, pos, K = self.policy, self.pos, self.num_kv_heads
-        ctx = dataclasses.replace(self.ctx, window=window)
+        ctx = dataclasses.replace(self.ctx, window=logits.window)
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
         if (of_text := getattr(rotate, "of_text", None)) is not None:  # a block of a prompt turns as the whole prompt
@@ -85,13 +82,12 @@ class Attend:
         slots = None if self.grow else kv.free(pos)
         kv = kv.append(k, v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
-        how = {"scale": scale, "window": window, "softcap": softcap}
 
         def inputs(kv: Storage) -> AttentionInputs:
             turned = rotate(q, jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None])
-            view, raw_k, bias = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None, kv.bias(G, slopes)
-            more = {"raw_k": raw_k, "bias": bias, **how}
-            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, **more)
+            view, raw_k = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None
+            more = dataclasses.replace(logits, slopes=None), kv.bias(G, logits.slopes), raw_k
+            return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, *more)
 
         at, view = inputs(kv), kv.told(rotate)
         if (entered := policy.enter(view, at, ctx)) is not view:
@@ -101,7 +97,7 @@ class Attend:
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
         reads = policy.reads(kv.told(rotate), at, ctx)
         own = self.grow and reads is None and pos.shape[1] == kv.pos.shape[-1]  # a whole prompt
-        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, slopes=slopes, own=own, **how)
+        out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, logits=logits, own=own)
         found |= dict(zip(columns, out.columns, strict=True))
         if self.evict:
             view = kv.told(rotate)
@@ -130,22 +126,20 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
         rotate: Callable[..., Array],
         out_proj: Any = None,
         hidden: Any = None,
-        slopes: Any = None,
-        **how: Any,
+        logits: Logits = Logits(),
     ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
         del layer, out_proj, hidden
         places = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        bias = None if slopes is None else linear_bias(slopes, places)
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
-        return attention(q, k, v, pos, places, bias=bias, **how).out, cache, ()
+        return attention(q, k, v, pos, places, logits=logits).out, cache, ()
 
     return attend
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def embed(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Int[Array, "B T"],
     length: Int[Array, "B"],
     valid: Int[Array, "B"] | Bool[Array, "B"] | None,
@@ -167,9 +161,9 @@ def embed(
 
 @functools.partial(jax.jit, static_argnames=("model", "layer", "capacity", "ends"))
 def layer_step(
-    model: Any,
+    model: Model,
     layer: int,
-    params: PyTree[Any],
+    params: PyTree,
     x: Float[Array, "B T D"],
     kv: Storage,
     attend: Any,
@@ -191,7 +185,11 @@ def layer_step(
 
 @functools.partial(jax.jit, static_argnames=("model", "every"))
 def head(
-    model: Any, params: PyTree[Any], x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...], every: bool = False
+    model: Model,
+    params: PyTree,
+    x: Float[Array, "B T D"],
+    lost: tuple[Bool[Array, "B _"], ...],
+    every: bool = False,
 ) -> Float[Array, "B *T V"]:
     """Logits after the last column, or every one, NaN for sequences that have lost tokens in a layer or a head."""
     logits = model.head(params, x) if every else model.head(params, x[:, -1:])[:, -1]
@@ -204,8 +202,8 @@ def head(
 
 
 def step(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     state: State,
     valid: Any,
@@ -253,7 +251,7 @@ def step(
     if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
         slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
 
-    def layer(i: int, x: Array, params: PyTree[Any], here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
+    def layer(i: int, x: Array, params: PyTree, here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
         kv, attend = here
         compacts = at_once and grow
         x, kv, (found, lost) = layer_step(

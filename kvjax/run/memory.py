@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.contract import Amount, Policy, Size
+from kvjax.contract import Amount, Config, Policy, Size
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.run.checks import check_block
@@ -97,7 +97,13 @@ def shown(size: int) -> str:
 
 
 def plan_memory(
-    config: Any, policy: Policy, *, batch: Size = 1, prompt_len: Size, max_new_tokens: Amount, block: Size | None = None
+    config: Config,
+    policy: Policy,
+    *,
+    batch: Size = 1,
+    prompt_len: Size,
+    max_new_tokens: Amount,
+    block: Size | None = None,
 ) -> Memory:
     """Bytes that `prefill` and the decode steps behind it take: `print(plan_memory(...))` is a table.
 
@@ -139,7 +145,7 @@ def _bytes(x: Any) -> int:
 
 
 def read_shapes(
-    config: Any,
+    config: Config,
     policy: Policy,
     plan: Plan,
     hparams: tuple[Any, ...],
@@ -180,7 +186,7 @@ def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden
 
 
 def _reading(
-    config: Any,
+    config: Config,
     state: State,
     grown: tuple[Storage, ...],
     seen: tuple[Any, ...],

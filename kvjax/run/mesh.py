@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from kvjax.contract import Size
+from kvjax.contract import Config, Model, Size
 from kvjax.run.checks import check_model, traced
 from kvjax.storage.mesh import AXES, DATA, HEADS, sharding
 
@@ -41,7 +41,7 @@ def _check_axes(mesh: Mesh) -> None:
         raise ValueError(f"mesh has the axes {mesh.axis_names}, not {AXES}; make it with kvjax.make_mesh")
 
 
-def check_mesh(mesh: Any, config: Any, batch: int) -> None:
+def check_mesh(mesh: Any, config: Config, batch: int) -> None:
     """Refuses a mesh whose devices cannot share a batch and a model's kv heads."""
     _check_axes(mesh)
     K = config.num_kv_heads
@@ -53,7 +53,7 @@ def check_mesh(mesh: Any, config: Any, batch: int) -> None:
             )
 
 
-def shard_params(model: Any, params: PyTree[Any], mesh: Mesh) -> PyTree[Any]:
+def shard_params(model: Model, params: PyTree, mesh: Mesh) -> PyTree:
     """Parameters on a mesh: projections to and from heads and feed-forward channels by "heads", others on all devices.
 
     What is placed so already stays where it is. Do it once: `kvjax.generate` otherwise does it at every call.
@@ -80,7 +80,7 @@ def shard_params(model: Any, params: PyTree[Any], mesh: Mesh) -> PyTree[Any]:
     return jax.tree.unflatten(structure, [one(x, axis) for x, axis in zip(leaves, axes, strict=True)])
 
 
-def on_mesh(model: Any, params: PyTree[Any], mesh: Any, batch: int) -> PyTree[Any]:
+def on_mesh(model: Model, params: PyTree, mesh: Any, batch: int) -> PyTree:
     """Checks a mesh, and places parameters on it."""
     check_mesh(mesh, model.config, batch)
     return shard_params(model, params, mesh)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import MOST, Amount, LayerInfo, Policy, Size, compiled, value
+from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, value
 
 _TILE, _STEP = (
     8,
@@ -59,7 +59,7 @@ class Plan:
         return dataclasses.replace(self, infos=infos, capacities=slots)
 
 
-def infos_of(config: Any, policy: Policy, width: int, max_new_tokens: int) -> tuple[LayerInfo, ...]:
+def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) -> tuple[LayerInfo, ...]:
     """The `LayerInfo` of every layer of a model that runs under a policy.
 
     Args:
@@ -108,7 +108,7 @@ def bucket(n: int) -> int:
 
 
 def make_plan(
-    config: Any,
+    config: Config,
     policy: Policy,
     lengths: Int[Array, "B"] | Int[np.ndarray, "B"] | Sequence[Size],
     width: Size,
@@ -192,7 +192,7 @@ def planned(
 
 
 def plan_request(
-    config: Any,
+    config: Config,
     policy: Policy,
     lengths: Int[np.ndarray, "B"] | Int[Array, "B"],
     width: int,
@@ -241,7 +241,7 @@ def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...], held: bool) -> N
 
 
 def init_policy_params(
-    config: Any, policy: Policy, key: Key[Array, ""], *, width: Amount = 0, max_new_tokens: Amount = 0
+    config: Config, policy: Policy, key: Key[Array, ""], *, width: Amount = 0, max_new_tokens: Amount = 0
 ) -> tuple[Any, ...]:
     """Learned parameters of a policy to begin with, a tree for every layer: what `policy_params=` takes.
 

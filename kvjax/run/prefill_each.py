@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Amount, Layout, Observation, Phase, Policy, unique
+from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, PRNGKey, unique
 from kvjax.observe import Reread
 from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_model, check_positions, check_prompts, traced
@@ -54,14 +54,14 @@ def stored_as(policy: Policy, num_layers: int) -> Stored:
 
 
 def read_whole(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompts: Prompts,
     max_new_tokens: Amount,
     *,
     policies: Sequence[Policy],
     stored: Stored,
-    key: Any = None,
+    key: PRNGKey = None,
 ) -> tuple[Float[Array, "B V"], State, AttnStats]:
     """Logits of the next token, the state that holds whole prompts, and what some policies want to see of them.
 
@@ -88,15 +88,15 @@ def read_whole(
 
 
 def prefill_each(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     policies: Mapping[str, Policy],
     *,
     max_new_tokens: Amount,
     lengths: Any = None,
     attention_mask: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
 ) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
     """Reads prompts once, and evicts from them under each of several policies: `prefill` for all of them.
 
@@ -137,13 +137,13 @@ def prefill_each(
 
 
 def _each(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompts: Prompts,
     steps: int,
     policies: Mapping[str, Policy],
     groups: Mapping[Stored, Sequence[str]],
-    key: Any,
+    key: PRNGKey,
 ) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
     """`prefill_each` for policies by how prompts are stored for them."""
     for stored, names in groups.items():

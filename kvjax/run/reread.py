@@ -12,8 +12,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, unique
-from kvjax.observe import Reread
+from kvjax.contract import EMPTY, Model, unique
+from kvjax.observe import Queries, Reread
+from kvjax.pallas_kernels import Logits
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import evict_layers
@@ -31,7 +32,7 @@ def rereads(state: State) -> tuple[Reread, ...]:
     return unique(o for p in state.plan.layers for o in p.observe("replay") if isinstance(o, Reread))
 
 
-def check_rereads(model: Any, state: State, hows: tuple[Reread, ...], known: bool) -> None:
+def check_rereads(model: Model, state: State, hows: tuple[Reread, ...], known: bool) -> None:
     """Refuses traced prompts, instructions outside the vocabulary, and repetitions beyond learned positions."""
     if not known:
         raise ValueError(
@@ -50,8 +51,8 @@ def check_rereads(model: Any, state: State, hows: tuple[Reread, ...], known: boo
 
 
 def repeated(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Int[np.ndarray, "B T"],
     lengths: Int[np.ndarray, "B"],
     state: State,
@@ -122,10 +123,7 @@ class Repeat:
         rotate: Callable[..., Array],
         out_proj: Float[Array, "N H D"] | None = None,
         hidden: Float[Array, "B R D"] | None = None,
-        scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
-        slopes: Any = None,
+        logits: Logits = Logits(),
     ) -> tuple[Float[Array, "B N R H"], Storage, Float[Array, "B K S"] | None]:
         """Returns the attention output, the cache as it was, and each chunk token's largest attention, if `size`."""
         del layer
@@ -134,33 +132,18 @@ class Repeat:
         k = k if kv.how.positions == "rank" else rotate(k, pos[:, None])
         q = rotate(q, pos[:, None])  # nothing is evicted, so that ranks are positions
         both = kv.replace(memory=()).append(k, v, pos)
-        out = both.attend(q, pos, rotate=rotate, scale=scale, window=window, softcap=softcap, slopes=slopes).out
+        out = both.attend(q, pos, rotate=rotate, logits=logits).out
         if not self.size:
             return out, kv, None
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        keys, bias = both.keys(rotate), both.bias(q.shape[1] // K, slopes)
-        rows = _Rows(q, keys, both.v, bias, pos, scale, window, softcap)
+        bias = both.bias(q.shape[1] // K, logits.slopes)
+        rows = Queries(q, pos, bias, dataclasses.replace(logits, slopes=None)), both.keys(rotate), both.v
         chunk = _Chunk(self.first, self.length, self.size, self.how.sinks)
         if not self.how.plus:
-            return out, kv, _most(rows, chunk)
+            return out, kv, _most(*rows, chunk)
         if out_proj is None or hidden is None:
             raise ValueError("Reread(plus=True) needs the output projection and hidden states, which the model lacks")
         norm = jnp.linalg.norm(hidden.astype(jnp.float32), axis=-1)
-        return out, kv, _most(rows, chunk, 1.0 / jnp.where(norm > 0, norm, 1.0), out_proj)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Rows that repeat a chunk, and the keys and values of the prompt's S slots and, behind these, of the R rows."""
-
-    q: Float[Array, "B N R H"]
-    k: Float[Array, "B K X H"]
-    v: Float[Array, "B K X H"]
-    bias: Float[Array, "B N X"] | None
-    pos: Int[Array, "B R"]
-    scale: float
-    window: int | None
-    softcap: float | None
+        return out, kv, _most(*rows, chunk, 1.0 / jnp.where(norm > 0, norm, 1.0), out_proj)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +162,9 @@ def block_rows(rows: int, heads: int, keys: int) -> int:
 
 
 def _most(
-    rows: _Rows,
+    rows: Queries,
+    k: Float[Array, "B K X H"],
+    v: Float[Array, "B K X H"],
     chunk: _Chunk,
     factor: Float[Array, "B R"] | None = None,
     out_proj: Float[Array, "N H D"] | None = None,
@@ -188,11 +173,12 @@ def _most(
 
     Args:
       rows: the rows.
+      k, v: keys and values of the prompt's S slots and, behind these, of the R rows.
       chunk: what they repeat.
       factor: what each row's probabilities are multiplied by, None for 1.
       out_proj: weighs each token by the norm of its projected value, None for 1.
     """
-    (B, N, R, H), K, S = rows.q.shape, rows.k.shape[1], rows.k.shape[2] - rows.q.shape[2]
+    (B, N, R, H), K, S = rows.q.shape, k.shape[1], k.shape[2] - rows.q.shape[2]
     G, dtype, early = N // K, accumulator(rows.q.dtype), jnp.arange(min(chunk.sinks, S))[None]
     inside = jnp.arange(chunk.size)[None] + chunk.first
     early = jnp.broadcast_to(jnp.where(early < chunk.first, early, EMPTY), (B, early.shape[1]))
@@ -205,20 +191,16 @@ def _most(
         index = slot[:, None].reshape(B, 1, -1, *(1,) * (x.ndim - 3))
         return jnp.concatenate([jnp.take_along_axis(x, index, axis=2), x[:, :, S:]], axis=2)
 
-    keys, key_pos = seen(rows.k), jnp.concatenate([pos, rows.pos], axis=1)
+    keys, key_pos = seen(k), jnp.concatenate([pos, rows.pos], axis=1)
     bias = None if rows.bias is None else seen(rows.bias).reshape(B, K, G, 1, -1).astype(dtype)
     size = block_rows(R, B * N, key_pos.shape[1])
 
     def of_block(most: Float[Array, "B K G C"], block: tuple[Array, ...]) -> tuple[Array, None]:
         q, row, factor = block
         x = jnp.einsum("bkgrh,bksh->bkgrs", q.reshape(B, K, G, size, H), keys, preferred_element_type=dtype)
-        x = x * jnp.asarray(rows.scale, dtype)
-        x = x if rows.softcap is None else rows.softcap * jnp.tanh(x / rows.softcap)
+        x = rows.logits.of(x, H)
         x = x if bias is None else x + bias
-        row, key = row[:, None, None, :, None], key_pos[:, None, None, None]
-        sees = (key <= row) & (key != EMPTY)
-        sees = sees if rows.window is None else sees & (key > row - rows.window)
-        x = jnp.where(sees, x, -jnp.inf)
+        x = jnp.where(rows.logits.visible(row, key_pos[:, None])[:, :, None], x, -jnp.inf)
         e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
         mass = e.sum(-1, keepdims=True)
         p = e[..., early.shape[1] : early.shape[1] + chunk.size] / jnp.where(mass > 0, mass, 1.0)
@@ -233,7 +215,7 @@ def _most(
     most, _ = lax.scan(of_block, start, (blocks(rows.q, 2), blocks(rows.pos, 1, EMPTY), blocks(factor, 1)))
     slot = slot[:, early.shape[1] :]
     if out_proj is not None:
-        v = jnp.take_along_axis(rows.v, slot[:, None, :, None], axis=2).astype(dtype)
+        v = jnp.take_along_axis(v, slot[:, None, :, None], axis=2).astype(dtype)
         by_group = out_proj.astype(dtype).reshape(K, G, H, -1)
         gram = jnp.einsum("kghd,kgjd->kghj", by_group, by_group)
         most = most * jnp.sqrt(jnp.maximum(jnp.einsum("bkch,kghj,bkcj->bkgc", v, gram, v), 0.0))

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.compose.evict import evicts
-from kvjax.contract import LAST, Context, Phase, Policy, Stats
+from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats
 from kvjax.decide.rewrite import Match
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run import apply
@@ -178,8 +178,6 @@ class State:
 def checked_key(key: Any) -> Key[Array, "*B"]:
     """PRNG keys of a kind whose draws for a row do not depend on other rows."""
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        if np.shape(key)[-1:] != (2,) or getattr(key, "dtype", None) != np.uint32:
-            raise ValueError(f"key={key!r} is not a PRNG key; give jax.random.key(a whole number), or None")
         key = jax.random.wrap_key_data(jnp.asarray(key))
     if str(jax.random.key_impl(key)) != "threefry2x32":  # draws of other generators depend on the rows of a vmap
         key = jax.random.wrap_key_data(jax.random.key_data(key)[..., :2], impl="threefry2x32")
@@ -191,7 +189,7 @@ _folded = jax.jit(lambda key, n: jax.vmap(jax.random.fold_in, (None, 0))(_first_
 _copied = jax.jit(lambda numbers: jax.tree.map(jnp.copy, numbers))  # in one call, as there are many
 
 
-def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
+def row_keys(key: PRNGKey, batch: int) -> Key[Array, "B"]:
     """One PRNG key a sequence, from one for the batch, one a sequence, or None."""
     key = None if key is None else checked_key(key)
     if key is not None and key.shape not in ((), (batch,)):
@@ -200,7 +198,7 @@ def row_keys(key: Any, batch: int) -> Key[Array, "B"]:
 
 
 def empty_state(
-    config: Any,
+    config: Config,
     policy: Policy,
     plan: Plan,
     hparams: tuple[Any, ...],
@@ -209,7 +207,7 @@ def empty_state(
     *,
     keys: Key[Array, "B"],
     slots: bool = False,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
 ) -> State:
     """A state that has read nothing, by the plan and the `hparams` that `planned` gives for these prompts.
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Amount, Policy, Size
+from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.run.apply import check_layers_kept, check_lost, evict_layers
 from kvjax.run.checks import (
     as_array,
@@ -39,15 +39,15 @@ from kvjax.run.state import Prompts, State, empty_state, row_keys
 
 
 def start(
-    model: Any,
+    model: Model,
     *,
     policy: Policy,
     lengths: Any,
     max_new_tokens: Amount,
     width: Size | None = None,
-    key: Any = None,
+    key: PRNGKey = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
 ) -> State:
     """An empty state for prompts of the given lengths, into which `forward` reads them.
@@ -83,18 +83,18 @@ def start(
 
 
 def prefill(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     *,
     policy: Policy = Policy(),
     max_new_tokens: Amount,
     lengths: Any = None,
     attention_mask: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     progress: bool = False,
 ) -> tuple[Float[Array, "B V"], State]:
@@ -136,16 +136,16 @@ def prefill(
 
 
 def read_prompts(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompts: Prompts,
     policy: Policy,
     max_new_tokens: Amount,
     *,
-    key: Any = None,
+    key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     mesh: Mesh | None = None,
     buckets: bool = False,
     warns: bool = True,
@@ -219,7 +219,7 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
 
 
 def decode_step(
-    model: Any, params: PyTree[Any], token: Any, state: State, *, active: Any = None
+    model: Model, params: PyTree, token: Any, state: State, *, active: Any = None
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads one token of every sequence, and evicts if it is time to.
 
@@ -251,8 +251,8 @@ def decode_step(
 
 
 def decode(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     token: Int[Array, "B"],
     state: State,
     active: Bool[Array, "B"] | None = None,

@@ -29,7 +29,7 @@ from kvjax.contract import (
 )
 from kvjax.decide.linalg import of_each
 from kvjax.observe import ChunkAttention, FutureQueries, UnrotatedKeys
-from kvjax.pallas_kernels import Columns, attention
+from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.storage import in_order
 
 
@@ -192,7 +192,8 @@ class Expected(Score):
             bias = squares.reshape(B, N, -1) / 2 + bias
         bias = jnp.broadcast_to(bias, (B, N, k.shape[2]))
         row, places = jnp.zeros((B, 1), jnp.int32), jnp.where(slots.candidates, 0, EMPTY)
-        (p,) = attention(mean[:, :, None], k, k, row, places, columns=(Columns(),), bias=bias, scale=1.0).columns
+        how = {"columns": (Columns(),), "bias": bias, "logits": Logits(1.0)}
+        (p,) = attention(mean[:, :, None], k, k, row, places, **how).columns
         return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1) if self.value_norms else p
 
 

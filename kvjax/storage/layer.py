@@ -10,8 +10,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
-from kvjax.pallas_kernels import attention, reference
+from kvjax.pallas_kernels import Logits, attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
+from kvjax.pallas_kernels.logits import linear_bias
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage.mesh import apart, attention_on
 from kvjax.storage.protocol import Keeps, Storage
@@ -124,7 +125,7 @@ class Layer(Storage):
         fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
         return self.replace(**fields, log_weight=weight, memory=self.how.of_slots(blank, self.memory))
 
-    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B N S"] | None:
+    def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B N S"] | None:
         bias = None if self.log_weight is None else jnp.repeat(self.log_weight, group, axis=1)
         if slopes is None:
             return bias
@@ -144,25 +145,21 @@ class Layer(Storage):
         reads: Reads | None = None,
         *,
         rotate: Rotate,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-        slopes: Any = None,
+        logits: Logits = Logits(),
         own: bool = False,
     ) -> Attention:
         reads, G, mesh = reads or Reads(), q.shape[1] // self.pos.shape[1], self.how.mesh
         attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
-        read, bias, visible = self.pos, self.bias(G, slopes), reads.visible
-        if self.how.positions == "shifted" and self.how.sinks and q.shape[2] == 1 and softcap is None:
-            nearer = self._nearer(q, pos, rotate, scale)
+        read, bias, visible = self.pos, self.bias(G, logits.slopes), reads.visible
+        how: dict[str, Any] = {"logits": dataclasses.replace(logits, slopes=None)}
+        if self.how.positions == "shifted" and self.how.sinks and q.shape[2] == 1 and logits.softcap is None:
+            nearer = self._nearer(q, pos, rotate, logits)
             keys, bias = self.k, nearer if bias is None else bias + nearer
         elif self._packed and self.how.positions == "original":  # of all channels, those alone that are no zeros
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
             keys = jnp.pad(self.k, [(0, 0)] * 3 + [(0, q.shape[-1] - self.k.shape[-1])])
             q = self._fewer_channels(q, G)
         else:
             keys = self.keys(rotate)
-        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         index = visible if visible is not None and visible.dtype != bool else reads.at
         if visible is not None and index is None:
             read = jnp.where(visible, read, EMPTY)
@@ -182,14 +179,14 @@ class Layer(Storage):
         return dataclasses.replace(found, columns=columns)
 
     def _nearer(
-        self, q: Float[Array, "B N 1 H"], pos: Int[Array, "B 1"], rotate: Rotate, scale: float | None
+        self, q: Float[Array, "B N 1 H"], pos: Int[Array, "B 1"], rotate: Rotate, logits: Logits
     ) -> Float[Array, "B N S"]:
         """The change of the newest row's logits by the shift of first tokens, without a copy of all keys."""
         first, (B, N, _, H) = self.k[:, :, : self.how.sinks], q.shape
         gap = pos[:, None] + 1 - self.num_live[..., None]  # `_gap`, of which one reduction is known
         wide = lambda x: x.astype(accumulator(q.dtype))
         turned = rotate(first, jnp.broadcast_to(gap, first.shape[:3])).astype(first.dtype)
-        rows = wide(q).reshape(B, first.shape[1], -1, H) * (H**-0.5 if scale is None else scale)
+        rows = wide(q).reshape(B, first.shape[1], -1, H) * logits.factor(H)
         more = jnp.einsum("bkgh,bksh->bkgs", rows, wide(turned) - wide(first)).reshape(B, N, -1)
         return jnp.pad(more, ((0, 0), (0, 0), (0, self.pos.shape[2] - more.shape[2])))
 
@@ -214,21 +211,6 @@ class Layer(Storage):
 
 
 # ------------------------------------------------------------------------------------------------- attention
-
-
-def linear_bias(slopes: Any, places: Int[Array, "B K S"]) -> Float[Array, "B N S"]:
-    """ALiBi's bias of keys: minus the slope of a query head times how many places a key lies behind the newest.
-
-    A row that is not the newest is nearer to all keys by the same number of places, which a softmax does not see. So
-    one number a key serves all rows, as in transformers.
-
-    Args:
-      slopes: one a query head.
-      places: where keys stand, negative for a dead slot.
-    """
-    slopes, behind = jnp.asarray(slopes, jnp.float32), places - places.max(-1, keepdims=True)
-    group = len(slopes) // places.shape[1]
-    return slopes[None, :, None] * jnp.repeat(behind, group, 1).astype(jnp.float32)
 
 
 def of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
@@ -258,24 +240,21 @@ def _written_out(
     reads: Reads,
     statistics: tuple[Columns, ...],
     *,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
+    logits: Logits,
 ) -> Attention:
     """Attention whose rows read different slots, by the whole T x S matrix, as in `pallas_kernels.reference`."""
     (B, N, T, H), K, dtype = q.shape, k.shape[1], q.dtype
     q, k, v = (y.astype(accumulator(dtype)) for y in (q, k, v))
-    x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k) * (H**-0.5 if scale is None else scale)
-    x = x if softcap is None else softcap * jnp.tanh(x / softcap)
+    x = logits.of(jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k), H)
     x = x if bias is None else x + bias.reshape(B, K, N // K, 1, -1)
     row, wide = q_pos[:, None, :, None], lambda y: jnp.broadcast_to(y, kv_pos.shape)[:, :, None]
     if reads.log_weight is not None:
         x = x + jnp.where(row - kv_pos[:, :, None] >= wide(reads.delay), wide(reads.log_weight), 0.0)[:, :, None]
-    seen = reference.visible(q_pos, kv_pos, window)
+    seen = logits.visible(q_pos, kv_pos)
     seen = seen if reads.until is None else seen & (row < wide(reads.until))
     p, lse = reference._softmax(x, seen)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v).reshape(B, N, T, -1).astype(dtype)
-    measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, window) for spec in statistics)
+    measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, logits) for spec in statistics)
     return Attention(out, lse.reshape(B, N, T), measured)
 
 

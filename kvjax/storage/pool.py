@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
-from kvjax.pallas_kernels import pooled_attention
+from kvjax.pallas_kernels import Logits, pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage.layer import Layer, dead_slots, in_order, of_row, write_rows
@@ -123,7 +123,7 @@ class Pool(Storage):
         turned = rotate(self.k[:, None], jnp.where(self.pos == EMPTY, 0, rank)[:, None])
         return turned[:, 0].astype(self.k.dtype)
 
-    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B G P"] | None:
+    def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B G P"] | None:
         """The log weight of each slot for the G query heads of its owner, without `slopes`: `attend` adds those."""
         if self.log_weight is None:
             return None
@@ -137,9 +137,8 @@ class Pool(Storage):
         reads: Reads | None = None,
         *,
         rotate: Rotate,
-        slopes: Any = None,
+        logits: Logits = Logits(),
         own: bool = False,
-        **how: Any,
     ) -> Attention:
         """Attention of rows; statistics "B K ... P" are 0 in the slots of other heads.
 
@@ -148,14 +147,14 @@ class Pool(Storage):
         """
         reads, K = reads or Reads(), self.ends.shape[1]
         indices = reads.visible is not None and reads.visible.dtype != bool
-        if q.shape[2] > 1 or indices or slopes is not None:
-            return self.view().attend(q, pos, statistics, reads, rotate=rotate, slopes=slopes, **how)
+        if q.shape[2] > 1 or indices or logits.slopes is not None:
+            return self.view().attend(q, pos, statistics, reads, rotate=rotate, logits=logits)
         mine = self._mine()
         read, bias = self._of_row(pos, reads, mine, q.shape[1] // K)
 
         def attention(q, k, v, owner, pos, read, statistics, bias) -> Attention:
-            numbers = {"num_kv_heads": K, "in_order": True, "bias": bias}
-            return pooled_attention(q, k, v, owner, pos, read, statistics, **numbers, **how)
+            how = {"num_kv_heads": K, "in_order": True, "bias": bias, "logits": logits}
+            return pooled_attention(q, k, v, owner, pos, read, statistics, **how)
 
         rows = q, self.keys(rotate), self.v, self.owner, pos, read, statistics, bias
         found = apart(self.how.mesh, attention, *rows, axes=self.axes)

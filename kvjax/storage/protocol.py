@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.contract import EMPTY, LayerView, Reads, Rotate, value
 from kvjax.pallas_kernels.columns import Attention, Columns
+from kvjax.pallas_kernels.logits import Logits
 from kvjax.storage.mesh import AXES, laid_out
 
 S = TypeVar("S", bound="Storage")
@@ -143,12 +144,12 @@ class Storage(abc.ABC):
         """Keys, rotated for the queries, with zeros for channels that were dropped."""
 
     @abc.abstractmethod
-    def bias(self, group: int, slopes: Any = None) -> Float[Array, "B _ _"] | None:
-        """The bias on the logits of each slot: log weights and ALiBi's slopes "N".
+    def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B _ _"] | None:
+        """The bias on the logits of each slot: log weights and ALiBi's.
 
         Args:
           group: query heads of a kv head.
-          slopes: ALiBi's, None without it.
+          slopes: those of `Logits`.
         """
 
     @abc.abstractmethod
@@ -160,10 +161,7 @@ class Storage(abc.ABC):
         reads: Reads | None = None,
         *,
         rotate: Rotate,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-        slopes: Any = None,
+        logits: Logits = Logits(),
         own: bool = False,
     ) -> Attention:
         """Attention of rows, and statistics of what each slot received.
@@ -174,8 +172,7 @@ class Storage(abc.ABC):
           statistics: what is measured.
           reads: what the rows read, None for all live slots.
           rotate: the rotary embedding, for keys that are stored unrotated.
-          scale, softcap, window: as in `pallas_kernels.attention`.
-          slopes: ALiBi's.
+          logits: how logits follow from products.
           own: promises that the slots are those of the rows, in order.
         """
 

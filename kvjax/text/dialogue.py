@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.contract import value
+from kvjax.contract import Tokenizer, value
 from kvjax.text.encode import MARK, around_mark, check_whole_text, encode, is_chat
 
 _TAIL = 64  # characters before, which decide how a tokenizer cuts what follows
@@ -25,14 +25,14 @@ class Dialogue:
       unread: those of the last answer that it has not.
     """
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     context: str | Sequence[Mapping[str, Any]]
     turns: tuple[tuple[str, str], ...] = ()
     ids: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
 
     @classmethod
-    def opened(cls, tokenizer: Any, context: Any) -> "Dialogue":
+    def opened(cls, tokenizer: Tokenizer, context: Any) -> "Dialogue":
         """Opens a context, with the ids to read that are the same for every question.
 
         Raises:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from kvjax.contract import Tokenizer
 from kvjax.observe import Reread
 from kvjax.pallas_kernels import kinds
 
@@ -13,7 +14,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of 
 
 
 def encode(
-    tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], *, bos: bool | None = None, **template: Any
+    tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], *, bos: bool | None = None, **template: Any
 ) -> list[int]:
     """Token ids of a prompt that is to be continued, with BOS at most once.
 
@@ -62,7 +63,7 @@ def check_whole_text(name: str, text: str) -> None:
         raise ValueError(f"{name} has half of a character, which no tokenizer takes: {e}") from e
 
 
-def check_tokenizer(tokenizer: Any) -> None:
+def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Raises ValueError for what is no tokenizer of transformers."""
     if not callable(tokenizer) or not all(hasattr(tokenizer, name) for name in ("bos_token_id", "decode")):
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, not one such as models.load_tokenizer returns")
@@ -98,7 +99,7 @@ def around_mark(tokenizer: Any, messages: Any, **template: Any) -> tuple[str, st
     return before, after[0]
 
 
-def repeating(tokenizer: Any) -> Reread:
+def repeating(tokenizer: Tokenizer) -> Reread:
     """The instructions of KVzip's released code to repeat a prompt, as ids, within the chat template.
 
     Args:
@@ -131,7 +132,7 @@ class TextPieces:
       stopped: whether a stop string has come. The text ends before it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, keep: bool = True):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, keep: bool = True):
         self.text, self.stopped, self._keep = "", False, keep
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []

@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import types
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from kvjax.contract import MOST, Policy, Size
+from kvjax.contract import MOST, Model, Policy, Size, place
 from kvjax.pallas_kernels.kinds import Amount, check_fields
 from kvjax.run.checks import check_model
 from kvjax.run.memory import read_shapes
@@ -55,7 +56,7 @@ class _Words:
             raise ValueError(f"lengths={self.lengths}, but sizes={self.sizes}")
 
 
-def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, policy: Policy) -> None:
+def save_state(path: _Path, model: Model, params: PyTree, state: State, *, policy: Policy) -> None:
     """Writes a state, such as a compressed prompt, to a file, which replaces an earlier one.
 
     Args:
@@ -66,22 +67,22 @@ def save_state(path: _Path, model: Any, params: PyTree[Any], state: State, *, po
 
     Raises:
       ValueError: what is no state, or holds no prompt; a policy that it was not read under, or that holds something
-        which nothing tells from others in another process; a path at which there is something else.
+        which nothing tells from others in another process, such as a lambda; a path at which there is something else.
       OSError: the file could not be written.
     """
     write_state(path, model, params, state, policy, None)
 
 
-def write_state(path: _Path, model: Any, params: PyTree[Any], state: State, policy: Policy, notes: Any) -> None:
+def write_state(path: _Path, model: Model, params: PyTree, state: State, policy: Policy, notes: Any) -> None:
     """Writes a state and notes, any JSON, to a file (`save_state`)."""
     check_model(model, params)
+    words: dict[str, Any] = {"policy": described(policy)}
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; save what kvjax.prefill returns")
     infos, lengths = state.plan.infos, np.asarray(state.prompt_length)
     if planned(policy, infos, lengths)[0].layers != state.plan.layers:
         raise ValueError(f"the state was read under another policy than this {type(policy).__name__}; give that")
-    words = {
-        "policy": described(policy),
+    words |= {
         "model": _fingerprint(model, params),
         "lengths": lengths.tolist(),
         "sizes": [infos[0].prompt_len, infos[0].max_new_tokens],
@@ -100,7 +101,7 @@ def _names(state: State) -> list[str]:
     return [path if path.endswith(_FAULT) else f"{next(number):05}" for path in paths]
 
 
-def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) -> State:
+def load_state(path: _Path, model: Model, params: PyTree, *, policy: Policy) -> State:
     """Loads a saved state.
 
     Args:
@@ -114,13 +115,13 @@ def load_state(path: _Path, model: Any, params: PyTree[Any], *, policy: Policy) 
     return read_state(path, model, params, policy)[0]
 
 
-def read_state(path: _Path, model: Any, params: PyTree[Any], policy: Policy) -> tuple[State, Any]:
+def read_state(path: _Path, model: Model, params: PyTree, policy: Policy) -> tuple[State, Any]:
     """Reads the state and the notes that `write_state` wrote."""
     check_model(model, params)
     found, arrays = _read(path)
     with words_of(path):
         words = _Words(**found)
-    if words.policy != (here := described(policy)):
+    if not same(words.policy, here := described(policy)):
         raise ValueError(
             f"{path} was made under another policy, {_differing(words.policy, here)}; give the same policy"
         )
@@ -174,10 +175,10 @@ def _differing(there: str, here: str) -> str:
 def described(x: Any) -> str:
     """A string for a policy, or any part of one, that is the same in every process.
 
-    Functions are told apart by their code and the values that they hold, classes by their names.
+    Functions are told apart by their modules and names, classes by their names.
 
     Raises:
-      ValueError: an object that nothing tells from others of its class.
+      ValueError: a lambda or a function made by another; an object that nothing tells from others of its class.
     """
     several = lambda open, each, close: f"{open}{', '.join(each)}{close}"
     if isinstance(x, jax.Array | np.ndarray):
@@ -196,10 +197,17 @@ def described(x: Any) -> str:
     if isinstance(x, types.MethodType):
         return f"method{described((x.__func__, x.__self__))}"
     if isinstance(x, types.FunctionType):
-        held = x.__defaults__, x.__kwdefaults__, tuple(cell.cell_contents for cell in x.__closure__ or ())
-        return f"{x.__qualname__} of {described(x.__code__)}{described(held)}"
-    if isinstance(x, types.CodeType):
-        return f"code {_digest(np.frombuffer(x.co_code, np.uint8))}{described((x.co_names, x.co_consts))}"
+        found: Any = sys.modules.get(x.__module__)
+        for name in x.__qualname__.split("."):
+            found = getattr(found, name, None)
+        while found is not None and found is not x:
+            found = getattr(found, "__wrapped__", None)
+        if found is None:
+            raise ValueError(
+                f"{place(x)} has no name by which another process finds it; give a function that a module has under "
+                "its name, functools.partial of one, or a frozen dataclass with __call__"
+            )
+        return f"{x.__qualname__} of module {x.__module__}"
     if isinstance(x, type | types.ModuleType | types.BuiltinFunctionType):
         return x.__name__
     if hasattr(x, "__wrapped__"):
@@ -207,6 +215,12 @@ def described(x: Any) -> str:
     if re.search(" at 0x[0-9a-f]+", found := repr(x)):
         raise ValueError(f"{found} is like any other {type(x).__name__} in another process; make it a frozen dataclass")
     return found
+
+
+def same(there: str, here: str) -> bool:
+    """Whether what a file says of a policy is `described` here; earlier files have the code of functions."""
+    names = map(re.escape, re.split(r" of module [^,(){}]+", here))
+    return there == here or re.fullmatch(r" of code \w{16}\(.*\)".join(names), there) is not None
 
 
 def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -268,14 +282,14 @@ def _plain(x: Any) -> Any:
     return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
 
 
-def _fingerprint(model: Any, params: PyTree[Any]) -> str:
+def _fingerprint(model: Model, params: PyTree) -> str:
     """A digest of a model: of its configuration, and of the bits of each parameter."""
     each = jax.tree_util.tree_leaves_with_path(_mixed(params))
     return _digest(repr(model.config), *(f"{jax.tree_util.keystr(name)} {int(x)}" for name, x in each))
 
 
 @jax.jit
-def _mixed(params: PyTree[Any]) -> PyTree[Any]:
+def _mixed(params: PyTree) -> PyTree:
     """A sum over each array of its bits, mixed with their places so that no bit is lost in it."""
 
     def mixed(x: Any) -> Any:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import MOST, Policy, Size
+from kvjax.contract import MOST, Model, Policy, PRNGKey, Size
 from kvjax.generation.interrupts import uninterrupted
 from kvjax.generation.loop import Decoding, decoded, log_prob
 from kvjax.run.checks import as_array, check_ids, check_model, check_positions, traced
@@ -35,7 +35,7 @@ class Reader(Iterator[np.ndarray]):
     """
 
     def __init__(
-        self, model: Any, params: PyTree[Any], tokens: Iterable[Any], policy: Policy, width: int, chunk: int, key: Any
+        self, model: Model, params: PyTree, tokens: Iterable[Any], policy: Policy, width: int, chunk: int, key: PRNGKey
     ):
         self._model, self._params, self._chunk, self._lent = model, params, chunk, False
         self._tokens = iter(tokens)
@@ -120,14 +120,14 @@ class Reader(Iterator[np.ndarray]):
 
 
 def read(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Iterable[int] | Iterable[Sequence[int]],
     *,
     policy: Policy,
     prompt_len: Size = 256,
     chunk: Size = 256,
-    key: Any = None,
+    key: PRNGKey = None,
 ) -> Reader:
     """Reads tokens for as long as they come, and yields their losses, chunk by chunk.
 

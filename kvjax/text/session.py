@@ -18,19 +18,19 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Policy, Size
+from kvjax.contract import LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
 from kvjax.generation.generate import given_tokens
 from kvjax.generation.loop import decoded
 from kvjax.generation.sampling import Greedy, Sampler
 from kvjax.pallas_kernels.kinds import Amount, Range, check_fields
-from kvjax.run.checks import check_ids, check_model, check_prompts, check_request
+from kvjax.run.checks import check_ids, check_model, check_prompts, check_request, end_ids
 from kvjax.run.compiled import keep_compiled
 from kvjax.run.plan import bucket
 from kvjax.run.state import State, checked_key, row_keys
 from kvjax.run.steps import read_prompts
 from kvjax.text.dialogue import Dialogue, check_context
 from kvjax.text.encode import TextPieces, check_tokenizer, is_chat
-from kvjax.text.files import described, read_state, words_of, write_state
+from kvjax.text.files import described, read_state, same, words_of, write_state
 from kvjax.text.stream import Stream, stop_strings
 
 _Context = str | Sequence[Mapping[str, Any]]
@@ -94,9 +94,9 @@ class Session:
 
     def __init__(
         self,
-        model: Any,
-        params: PyTree[Any],
-        tokenizer: Any,
+        model: Model,
+        params: PyTree,
+        tokenizer: Tokenizer,
         *,
         policy: Policy = Policy(),
         max_new_tokens: Size,
@@ -105,9 +105,9 @@ class Session:
         sampler: Sampler = Greedy(),
         eos_ids: int | Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
-        key: Any = None,
+        key: PRNGKey = None,
         block: Size | None = None,
-        policy_params: Any = None,
+        policy_params: LayerParams = None,
         buckets: bool = True,
         progress: bool | None = None,
     ):
@@ -120,7 +120,7 @@ class Session:
             "max_new_tokens": max_new_tokens,
             "max_question_tokens": max_question_tokens,
             "max_turns": max_turns,
-            "eos_ids": check_request(model, policy, sampler, eos_ids, 0, "not needed yet"),
+            "eos_ids": end_ids(model, eos_ids),
             "stop": stop_strings(stop),
             "block": block,
             "buckets": buckets,
@@ -175,7 +175,7 @@ class Session:
         self._dialogues = dialogues
         return self
 
-    def stream(self, question: str | Sequence[str], *, key: Any = None) -> Stream:
+    def stream(self, question: str | Sequence[str], *, key: PRNGKey = None) -> Stream:
         """Answers a question, and yields the text piece by piece (`kvjax.stream`).
 
         Args:
@@ -191,7 +191,7 @@ class Session:
             of contexts, more tokens than were planned; while it yields, logits that are no numbers.
         """
         dialogues, model, ends = self._opened(), self._model, self._options["eos_ids"]
-        check_request(model, self._policy, self._sampler, ends, 0, self._key if key is None else key)
+        check_request(model, self._sampler, ends, 0, self._key if key is None else key)
         rows, questions = self._rows(question)
         asked = [dialogues[r].question(q) for r, q in zip(rows, questions, strict=True)]
         tokens, lengths = _padded(asked)
@@ -220,7 +220,7 @@ class Session:
         how["pieces"] = [TextPieces(self._tokenizer, self._options["stop"]) for _ in asked]
         return Stream(model, self._params, at, **how)
 
-    def ask(self, question: str | Sequence[str], *, key: Any = None, keep: bool = False) -> Any:
+    def ask(self, question: str | Sequence[str], *, key: PRNGKey = None, keep: bool = False) -> Any:
         """Answers a question, several questions, or questions about several contexts.
 
         Args:
@@ -274,7 +274,8 @@ class Session:
         The model, the tokenizer, the policy and the sampler are not in it, but digests of them.
 
         Raises:
-          ValueError: no context was read; a path at which there is something else than a file of kvjax.
+          ValueError: no context was read; a policy that holds a lambda, or another function that no module has under
+            its name; a path at which there is something else than a file of kvjax.
           OSError: the file could not be written.
         """
         notes = {
@@ -289,9 +290,9 @@ class Session:
     def load(
         cls,
         path: str | os.PathLike[str],
-        model: Any,
-        params: PyTree[Any],
-        tokenizer: Any,
+        model: Model,
+        params: PyTree,
+        tokenizer: Tokenizer,
         *,
         policy: Policy = Policy(),
         sampler: Sampler = Greedy(),
@@ -319,7 +320,7 @@ class Session:
             for name, x in {**session._options, "tokens": state.length.tolist()}.items():
                 if told.get(name) != x:
                     raise ValueError(f"{name}={told.get(name)!r} in place of {x!r}")
-        if wrong := [name for name, here in session._made_with().items() if said.made_with.get(name) != here]:
+        if wrong := [n for n, x in session._made_with().items() if not same(said.made_with.get(n, ""), x)]:
             raise ValueError(f"{path} was made with another {wrong[0]}; give the one that the contexts were read with")
         session._state, session._dialogues, session._policy_params = state, tuple(dialogues), state.params or None
         return session

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import MOST, Amount, Policy, Size
+from kvjax.contract import MOST, Amount, LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
 from kvjax.generation.generate import seen_of
 from kvjax.generation.interrupts import uninterrupted
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, decoded
@@ -53,8 +53,8 @@ class Stream(Iterator[Any]):
 
     def __init__(
         self,
-        model: Any,
-        params: PyTree[Any],
+        model: Model,
+        params: PyTree,
         at: Decoding,
         *,
         max_new_tokens: Size | None,
@@ -170,8 +170,8 @@ class Stream(Iterator[Any]):
 
 
 def stream(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     prompt: str | Sequence[Mapping[str, Any]] | Array | np.ndarray | Sequence[Sequence[int]],
     *,
     policy: Policy = Policy(),
@@ -181,12 +181,12 @@ def stream(
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
-    key: Any = None,
+    key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
-    policy_params: Any = None,
+    policy_params: LayerParams = None,
     buckets: bool = True,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     stop: str | Sequence[str] = (),
 ) -> Stream:
     """Reads prompts, evicts, and yields what is generated step by step: the tokens are those of `kvjax.generate`.
@@ -217,12 +217,12 @@ def stream(
         raise ValueError("text needs tokenizer=, such as models.load_tokenizer returns; or give token ids and no stop")
     if tokenizer is not None:
         check_tokenizer(tokenizer)
-    if isinstance(prompt, str) or is_chat(prompt):
-        if lengths is not None or attention_mask is not None:
-            raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
-        prompt = [encode(tokenizer, prompt)]
+        if isinstance(prompt, str) or is_chat(prompt):
+            if lengths is not None or attention_mask is not None:
+                raise ValueError("lengths= and attention_mask= are of token ids, but prompt is a text; leave them out")
+            prompt = [encode(tokenizer, prompt)]
     check_model(model, params)
-    ends = check_request(model, policy, sampler, eos_ids, pad_id, key)
+    ends = check_request(model, sampler, eos_ids, pad_id, key)
     prompts = check_prompts(model, prompt, lengths, attention_mask)
     if traced(*jax.tree.leaves((params, tuple(prompts), key))):
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
@@ -238,7 +238,7 @@ def stream(
 
 
 def read_endless(
-    model: Any, params: PyTree[Any], prompts: Prompts, policy: Policy, **how: Any
+    model: Model, params: PyTree, prompts: Prompts, policy: Policy, **how: Any
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads prompts that were checked into a state whose new tokens are limited by positions alone.
 

@@ -5,15 +5,18 @@ import functools
 import numpy as np
 import scipy.special
 
+from kvjax.pallas_kernels import Logits
 
-def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap=None, bias=None):
+
+def attention(q, k, v, q_pos, kv_pos, *, columns=(), logits=Logits(), bias=None):
     """(out, lse, columns) as `kvjax.pallas_kernels.attention` defines them."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     q_pos, kv_pos = np.asarray(q_pos), np.asarray(kv_pos)
-    B, N, T, _ = q.shape
+    B, N, T, H = q.shape
     K, S = k.shape[1:3]
     G = N // K
-    p, logits = np.zeros((B, N, T, S)), np.zeros((B, N, T, S))
+    scale, softcap, window = H**-0.5 if logits.scale is None else logits.scale, logits.softcap, logits.window
+    p, every = np.zeros((B, N, T, S)), np.zeros((B, N, T, S))
     lse = np.full((B, N, T), -np.inf)
     seen = np.zeros((B, K, T, S), bool)
     for b in range(B):
@@ -26,7 +29,7 @@ def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap
                     x = softcap * np.tanh(x / softcap)
                 if bias is not None:
                     x = x + np.asarray(bias, np.float64)[b, n]
-                logits[b, n, t] = x
+                every[b, n, t] = x
                 if not np.isfinite(x[visible]).any():
                     continue
                 top = x[visible].max()
@@ -39,7 +42,7 @@ def attention(q, k, v, q_pos, kv_pos, *, columns=(), scale, window=None, softcap
         [
             _column(
                 c,
-                *((p, seen) if c.softmax is None else _own_softmax(c.softmax, logits, q_pos, kv_pos, window)),
+                *((p, seen) if c.softmax is None else _own_softmax(c.softmax, every, q_pos, kv_pos, window)),
                 q_pos,
                 kv_pos,
             )

@@ -2,6 +2,7 @@
 
     python -m tests.tools.fuzz            # all values
     python -m tests.tools.fuzz --short    # some of them
+    python -m tests.tools.fuzz --record   # writes the table of what each function of `kvjax` refuses
 
 A call is clear if it ends in a ValueError that the library itself raised. It is unclear if it ends in any other error,
 and silent if it took a value that the argument's annotation does not allow.
@@ -15,6 +16,8 @@ import functools
 import importlib
 import inspect
 import itertools
+import json
+import pathlib
 import tempfile
 import traceback
 import typing
@@ -43,7 +46,7 @@ BAD = [
     *((), True),
 ]
 MODULES = {
-    "methods": ("methods", "methods.variants", "methods.kvpress"),
+    "methods": ("methods", *(f"methods.released.{m}" for m in ("papers", "factory", "kvpress", "easykv"))),
     "run": ("",),
     "parts": (
         *("budgets", "observe", "contract", "compose.across", "scores.attention", "scores.blends", "scores.keys"),
@@ -54,6 +57,7 @@ MODULES = {
     "learning": tuple(f"learning.{m}" for m in ("families", "gates", "kvzap", "probes", "relax", "soft")),
     "plot": ("plot",),
 }
+REFUSALS = pathlib.Path(__file__).parents[1] / "golden" / "refusals.json"
 SIZES = {"N": 4, "K": 2, "S": 8, "T": 8, "R": 2, "H": 4, "D": 6, "L": 4, "V": 12, "M": 3, "G": 2, "P": 8, "heads": 2}
 
 
@@ -74,6 +78,7 @@ def examples() -> dict[Any, Any]:
         **{"labels": ["a"] * 4, "policies": {"a": snapkv}, "path": "state", "what": Rows()},
         **{"targets": np.zeros(1, int), "shares": np.ones((4, 2)), "values": [1.0, 2.0], "curves": {"a": {4: 1.0}}},
         **{"kept": mask[0], "chosen": reading.decisions(snapkv)[0], "width": 8, "text": "goat", "budget": 32},
+        "length": 64,
         **{"samples": {"a": [{"depth": 0.5, "length": 8, "score": 1.0}]}, "prompt": [[5, 6]], "channels": 0.5},
         **{"weight": ProjectedValueNorm(), "self": kvjax.Session(model, params, tokenizer, max_new_tokens=1)},
     }
@@ -86,6 +91,8 @@ def examples() -> dict[Any, Any]:
 def example(name: str, hint: Any) -> Any:
     """A value that an annotation allows."""
     origin, args, known = typing.get_origin(hint), typing.get_args(hint), examples()
+    if origin is typing.Literal:
+        return args[0]
     for key in (getattr(hint, "__name__", None), name):
         if key in known:
             return known[key]
@@ -94,8 +101,8 @@ def example(name: str, hint: Any) -> Any:
         return np.ones(shape, {"Float": np.float32, "Bool": bool}.get(hint.dtype.__name__, np.int32))
     if origin is typing.Annotated:
         return next((x for x in (0.5, 1, 3) if kind_of(hint).holds(x)), example(name, args[0]))
-    if origin in (typing.Literal, typing.Union) or type(hint).__name__ == "UnionType":
-        return args[0] if origin is typing.Literal else example(name, args[0])
+    if origin is typing.Union or type(hint).__name__ == "UnionType":
+        return example(name, args[0])
     if origin is tuple:
         return tuple(example(name, a) for a in args if a is not ...)
     if origin in (collections.abc.Callable, Callable):
@@ -127,6 +134,12 @@ def hints(f: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
     return {n: (found.get(n, Any), p.default is p.empty) for n, p in fixed.items()}
 
 
+def good(name: str, f: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments that a function takes."""
+    found = {n: example(n, hint) for n, (hint, needed) in hints(f).items() if needed}
+    return found | ({"policy": methods.streaming_llm(6)} if name == "read" else {})
+
+
 def call(f: Callable[..., Any], given: dict[str, Any]) -> Any:
     """What a function gives; a parameter of any number of arguments gets one."""
     several = [n for n, p in inspect.signature(f).parameters.items() if p.kind is p.VAR_POSITIONAL]
@@ -149,7 +162,7 @@ def calls(module: str, every: int = 1) -> Iterator[tuple[str, str, Any, str]]:
     """(function, parameter, value, outcome) of all calls with a bad value, or of every so many."""
     count = 0
     for name, f in entrances(module):
-        good = {n: example(n, hint) for n, (hint, needed) in hints(f).items() if needed}
+        given = good(name, f)
         each = {n: kind for n, _, kind in kinds_of(f)}
         for n in hints(f):
             kind = each.get(n)
@@ -157,7 +170,21 @@ def calls(module: str, every: int = 1) -> Iterator[tuple[str, str, Any, str]]:
                 count += 1
                 allowed = x is inspect.signature(f).parameters[n].default or (kind and kind.holds(x))
                 if count % every == 0 and n != "self" and not allowed:
-                    yield name, n, x, outcome(f, dict(good) | {n: x}, kind is None and x is None)
+                    yield name, n, x, outcome(f, dict(given) | {n: x}, kind is None and x is None)
+
+
+def refusals() -> dict[str, dict[str, str]]:
+    """What each function of `kvjax` says of a bad value: by parameter, of the first one that it refuses."""
+    found = {}
+    for name, f in entrances(""):
+        given, said = good(name, f), found.setdefault(name, {})
+        for n, x in itertools.product((n for n in hints(f) if n != "self"), BAD):
+            if n not in said and x is not inspect.signature(f).parameters[n].default:
+                try:
+                    call(f, dict(given) | {n: x})
+                except ValueError as e:
+                    said[n] = f"{e!s:.160}"
+    return found
 
 
 def without_good_call() -> Iterator[str]:
@@ -166,7 +193,7 @@ def without_good_call() -> Iterator[str]:
         warnings.simplefilter("ignore")
         for module in itertools.chain.from_iterable(MODULES.values()):
             for name, f in entrances(module):
-                how = outcome(f, {n: example(n, hint) for n, (hint, needed) in hints(f).items() if needed}, True)
+                how = outcome(f, good(name, f), True)
                 if how != "taken":
                     yield f"{module}.{name}"
 
@@ -190,7 +217,12 @@ def main() -> None:
     """Prints the table, and what was not clear."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.fuzz")
     parser.add_argument("--short", action="store_true", help="every eleventh call")
-    found, wrong = table(11 if parser.parse_args().short else 1)
+    parser.add_argument("--record", action="store_true", help=f"write what is refused to {REFUSALS} instead")
+    options = parser.parse_args()
+    if options.record:
+        REFUSALS.write_text(json.dumps(refusals(), indent=1) + "\n")
+        return
+    found, wrong = table(11 if options.short else 1)
     print(*wrong, *(f"{name} was called with no good arguments" for name in without_good_call()), sep="\n")
     print("| module | calls | clear | unclear | silent |\n|---|---|---|---|---|")
     for row, n in found.items():

@@ -27,3 +27,4 @@ kvjax.generate(model, params, tokens, max_tokens=4)  # wrong: the option is max_
 print(kvjax.generate(model, params, tokens, max_new_tokens=4).token)  # wrong: the field is tokens
 kvjax.make_plan(model.config, methods.h2o(64), [512], "512", 4)  # wrong: text for a number
 models.load(5)  # wrong: a number for a directory
+kvjax.prefill(model.config, params, tokens, max_new_tokens=4)  # wrong: a configuration for a model

@@ -1,12 +1,13 @@
-"""Scores and selections that released code has and papers do not."""
+"""Scores, selections and policies that released code has and papers do not."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.budgets import known
 from kvjax.contract import (
     EMPTY,
     Amount,
@@ -20,7 +21,9 @@ from kvjax.contract import (
     Observation,
     PerSlot,
     Phase,
+    Policy,
     Positive,
+    Reads,
     Score,
     Select,
     Size,
@@ -31,7 +34,7 @@ from kvjax.contract import (
 )
 from kvjax.decide.select import LazyOrAll, ThenRandom, TopK, TwoStage, best
 from kvjax.methods.hidden import DropChannels, ReadPages
-from kvjax.observe import FutureQueries, Rows
+from kvjax.observe import ChunkAttention, FutureQueries, Rows, Unmasked
 from kvjax.scores.attention import Accumulated
 from kvjax.scores.blends import sum_by_position
 from kvjax.storage import in_order
@@ -99,6 +102,26 @@ class ByIndex(Score):
 
 
 @value
+class RowsAtEnds(Rows):
+    """Attention that every slot received from the first and the last rows of a prompt (NaCl, section 3.2).
+
+    Attributes:
+      begin: how many first rows count; `last` says how many last ones do.
+    """
+
+    begin: Count = 0
+
+    def __call__(self, inputs: AttentionInputs) -> Any:
+        """The columns that the kernels sum."""
+        if inputs.ctx.phase == "decode":
+            return super().__call__(inputs)
+        ctx, pos = inputs.ctx, inputs.pos
+        first, last = (known(0 if n is None else n, ctx)[:, None] for n in (self.begin, self.last))
+        weight: Array = ((pos < first) | (pos >= ctx.prompt_length[:, None] - last)).astype(jnp.float32)
+        return dataclasses.replace(super().__call__(inputs), rows=None, weight=weight)
+
+
+@value
 class KnownQueries(FutureQueries):
     """Observes the queries to come by the moments of a model's queries, in place of the prompt's.
 
@@ -115,48 +138,20 @@ class KnownQueries(FutureQueries):
 
 
 @value
-class PaddedChunkAttention:
-    """Observes what keys receive within their chunk of the prompt as kvpress computes it: "B K S".
+class PaddedChunkAttention(ChunkAttention):
+    """Chunk attention as kvpress computes it: the last chunk is filled up with keys of zeros.
 
-    The last chunk is filled up with keys of zeros, which its softmax counts, and with rows that give all keys the same.
-    Logits are plain products of queries and keys.
-
-    Attributes:
-      size: tokens of a chunk.
-      first, last: tokens at either end of the prompt that are in no chunk.
+    Its softmax counts them, and the rows that fill it up give all keys the same.
     """
 
-    size: Size = 256
-    first: Amount = 0
-    last: Amount = 0
-
-    def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
-        (B, _, T, H), K, pos = inputs.q.shape, inputs.kv.pos.shape[1], inputs.pos
-        keys = inputs.kv.k[:, :, -T:]
-        inside = (pos >= self.first) & (pos < inputs.ctx.prompt_length[:, None] - self.last)
-        start = jnp.where(inside.any(-1), inside.argmax(-1), 0)
-        size = min(self.size, T)
-        num = -(-T // size)
-        source = jnp.arange(num * size)[None] + start[:, None]
-        index = jnp.minimum(source, T - 1)
-        counts = ((source < T) & jnp.take_along_axis(inside, index, 1)).reshape(B, num, size)
-
-        def part(x: Array) -> Array:
-            x = jnp.take_along_axis(x.astype(jnp.float32), index[:, None, :, None], 2)
-            return x.reshape(B, K, -1, num, size, H)
-
-        x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
+    def received(self, x: Float[Array, "B K G n c c"], counts: Bool[Array, "B n c"]) -> Float[Array, "B K n c"]:
         x = jnp.where(counts[:, None, None, :, None], x, -jnp.inf)
         absent = (self.size - counts.sum(-1)).astype(jnp.float32)[:, None, None, :, None, None]
         largest = jnp.maximum(x.max(-1, keepdims=True), 0.0)  # of a chunk of nothing too
         e = jnp.exp(x - largest)
         p = e / jnp.maximum(e.sum(-1, keepdims=True) + absent * jnp.exp(-largest), jnp.finfo(jnp.float32).tiny)
         mass = jnp.where(counts[:, None, None, :, :, None], p, 0.0).sum(4).mean(2)
-        mass = (mass + (absent[:, :, 0, :, 0] / self.size)).reshape(B, K, num * size)
-        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-        column = jnp.where(counts.reshape(B, -1), source, T)[:, None]
-        found = jnp.zeros((B, K, T)).at[(*at, column)].set(mass, mode="drop")
-        return jnp.pad(found, ((0, 0), (0, 0), (inputs.kv.pos.shape[2] - T, 0)))
+        return mass + absent[:, :, 0, :, 0] / self.size
 
 
 # ------------------------------------------------------------------------------------------------ selections
@@ -198,20 +193,12 @@ class Drawn(ThenRandom):
     by: Literal["softmax", "normalised", "uniform"] = "softmax"
     temperature: Positive = 1.0
 
-    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
-        kv, safe = slots.kv, slots.protected & slots.kv.live
-        free = jnp.maximum(budgets - safe.sum(-1), 0)
-        random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
-        first = best(jnp.where(safe, jnp.inf, score), kv.pos, budgets - random)
-        pool = kv.live & ~safe & (~first if self.among == "rest" else True)
-        logs = {
-            "softmax": score,
-            "normalised": jnp.log(jnp.maximum(jnp.where(pool, score, 0.0), 1e-30)),
-            "uniform": jnp.zeros_like(score),
-        }[self.by]
-        u = jnp.clip(slots.ctx.uniform(kv.pos, self.shared), 1e-7, 1 - 1e-7)
-        drawn = logs / self.temperature - jnp.log(-jnp.log(u))
-        return first | best(drawn, jnp.where(pool, kv.pos, EMPTY), random)
+    def pool(self, first: Bool[Array, "B K S"], slots: Slots) -> Bool[Array, "B K S"]:
+        return super().pool(first, slots) if self.among == "rest" else slots.candidates
+
+    def drawn(self, score: Float[Array, "B K S"], slots: Slots) -> Float[Array, "B K S"]:
+        logs = {"normalised": jnp.log(jnp.maximum(score, 1e-30)), "uniform": jnp.zeros_like(score)}.get(self.by, score)
+        return super().drawn(logs / self.temperature, slots)
 
 
 class TwoStageAtLeast(TwoStage):
@@ -238,12 +225,9 @@ class LazyBefore(LazyOrAll):
     last: Amount = 1024
     rows: Size = 1
 
-    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
-        kv, safe, end = slots.kv, slots.protected, slots.ctx.length[:, None, None] - self.rows
-        counted = kv.live & ((kv.pos < self.first) | ((kv.pos >= end - self.last) & (kv.pos < end)))
-        mass = jnp.where(counted, score, 0.0).sum(-1).mean(1)
-        kept = best(jnp.where(safe, jnp.inf, score), kv.pos, budgets)
-        return jnp.where((mass > self.threshold)[:, None, None], safe & kv.live, kept)
+    def counted(self, slots: Slots) -> Bool[Array, "B K S"]:
+        pos, end = slots.kv.pos, slots.ctx.length[:, None, None] - self.rows
+        return slots.kv.live & ((pos < self.first) | ((pos >= end - self.last) & (pos < end)))
 
 
 # ------------------------------------------------------------------------------------------------ policies
@@ -270,3 +254,93 @@ class PagesOfQueryHeads(ReadPages):
     @property
     def layout(self) -> Layout:
         return Layout(by_query_head=True)
+
+
+class NextStepMask(Policy):
+    """Masks one slot too many for the next row, as the simulations of H2O and Keyformer do.
+
+    As long as no more than `heavy + recent` tokens exist, the next row reads all of them. Beyond that its own token
+    counts among the `recent`, so that the token at distance `recent` is neither recent nor a candidate.
+
+    Attributes:
+      heavy: tokens of the largest accumulated score.
+      recent: last tokens; with 0 nothing is ever hidden.
+      of: what is accumulated.
+      persistent: what was hidden once stays hidden (Keyformer); otherwise it may come back a step later (H2O).
+    """
+
+    heavy: Count = count()
+    recent: Count = count()
+    of: Rows = Rows()
+    persistent: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(prompt="whole")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.of,)
+
+    def memory(self, info: LayerInfo) -> tuple[PerSlot, PerSlot]:
+        return PerSlot(), PerSlot(dtype=jnp.bool)
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        score, hidden = kv.memory
+        score = score + stats[self.of]
+        if self.persistent:
+            hidden = ~self._shown(kv, score, hidden, ctx.length + 1, ctx)
+        return kv.replace(memory=(score, hidden))
+
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        score, hidden = kv.memory
+        return None if ctx.phase == "prefill" else Reads(self._shown(kv, score, hidden, ctx.length, ctx))
+
+    def _shown(
+        self, kv: LayerView, score: Array, hidden: Array, length: Int[Array, "B"], ctx: Context
+    ) -> Bool[Array, "B K S"]:
+        """The slots that the row at position `length - 1` reads."""
+        heavy, recent = ctx.hparams.heavy[:, None], ctx.hparams.recent[:, None, None]
+        length = length[:, None, None]
+        old = jnp.where(kv.live & (kv.pos < length - 1 - recent) & ~hidden, kv.pos, EMPTY)
+        chosen = best(score, old, jnp.broadcast_to(heavy, kv.pos.shape[:2]))
+        slots = kv.live & ~hidden & (chosen | (kv.pos >= length - recent))
+        return jnp.where((recent == 0) | (length - 1 <= heavy[..., None] + recent), kv.live, slots)
+
+
+class StepwiseMask(Policy):
+    """Simulates greedy eviction while the text is read, by masks (H2O). Read prompts with `block=1`.
+
+    The first `heavy` rows see everything. Later rows see the `heavy - 1` tokens of the largest score, their own, and
+    the `recent` before it. Scores add a row's softmax over everything, and are 0 outside of the heavy tokens.
+
+    Attributes:
+      heavy: tokens of the largest accumulated score.
+      recent: last tokens.
+    """
+
+    heavy: Count = count()
+    recent: Count = count()
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(prompt="rows")
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (Unmasked(Rows()),)
+
+    def memory(self, info: LayerInfo) -> PerSlot:
+        return PerSlot()
+
+    def _heavy(self, kv: LayerView, ctx: Context) -> Bool[Array, "B K S"]:
+        length, heavy = ctx.length[:, None, None], ctx.hparams.heavy[:, None]
+        newest = kv.pos == length - 1
+        old = jnp.where(newest, EMPTY, kv.pos)
+        kept = best(kv.memory, old, jnp.broadcast_to(jnp.maximum(heavy - 1, 0), kv.pos.shape[:2])) | newest
+        return jnp.where(length <= heavy[..., None], kv.live, kept)
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        return kv.replace(memory=jnp.where(self._heavy(kv, ctx), kv.memory + stats[Unmasked(Rows())], 0.0))
+
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads:
+        band = kv.pos >= (ctx.length - 1 - ctx.hparams.recent)[:, None, None]
+        return Reads(kv.live & (self._heavy(kv, ctx) | band))

@@ -1,4 +1,7 @@
-"""The presses of kvpress 0.5.5 as compositions. `r` is the share that is removed, their `compression_ratio`."""
+"""The presses of kvpress 0.5.5 as compositions. `r` is the share that is removed, their `compression_ratio`.
+
+A press that is not here is a method with the budget `kept(r)`, such as `methods.knorm(kept(r))`.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,14 +11,14 @@ from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Proportion, Size
-from kvjax.decide.select import AtLeast, Chunks, PerChunk, TwoStage
-from kvjax.methods.counts import FloorThenGlobal, InclusivePyramid, Truncated
-from kvjax.methods.keys import capkv, compactor, curdkv, expected_attention, keydiff, knorm, kvzap, lagkv
-from kvjax.methods.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
+from kvjax.decide.select import AtLeast, Chunks, PerChunk
+from kvjax.methods.keys import compactor, curdkv, expected_attention, kvzap, lagkv
 from kvjax.methods.position import random, streaming_llm
-from kvjax.methods.variants import PROMPT, with_score
-from kvjax.methods.votes import finch, kvzip, simlayerkv, snapkv
-from kvjax.observe import ProjectedValueNorm, Reread, Rows
+from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Truncated
+from kvjax.methods.released.papers import PROMPT, with_score
+from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
+from kvjax.methods.votes import finch, simlayerkv, snapkv
+from kvjax.observe import ProjectedValueNorm, Rows
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.attention import Accumulated, Mean, Votes
@@ -44,15 +47,10 @@ def kvpress_snapkv(r: Proportion, *, window: Size = 64, kernel: Odd = 5) -> Evic
 
 
 def pyramidkv_kvpress(budget: int | float, *, beta: AtLeastOne = 20.0, window: Size = 64, kernel: Odd = 5) -> Evict:
-    """PyramidKV of kvpress: windows are a part of every layer's share (D-43)."""
+    """PyramidKVPress by a budget, `1 - r`: windows are a part of every layer's share (D-43)."""
     share = budget if isinstance(budget, float) else None
     policy = cut_window(snapkv(budget, window=window, kernel=kernel, pooling="avg"), window)
     return dataclasses.replace(policy, layers=InclusivePyramid(beta, share))
-
-
-def kvpress_pyramidkv(r: Proportion, *, window: Size = 64, kernel: Odd = 5, beta: AtLeastOne = 20.0) -> Evict:
-    """PyramidKVPress."""
-    return pyramidkv_kvpress(1 - r, beta=beta, window=window, kernel=kernel)
 
 
 def kvpress_tova(r: Proportion) -> Evict:
@@ -91,22 +89,7 @@ def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amou
     return dataclasses.replace(policy, select=LazyBefore(threshold, sinks, recent, rows))
 
 
-def kvpress_kvzip(r: Proportion, how: Reread = Reread()) -> Evict:
-    """KVzipPress with `layerwise=True`."""
-    return kvzip(kept(r), how)
-
-
 # ------------------------------------------------------------------------------------------------ keys
-
-
-def kvpress_knorm(r: Proportion) -> Evict:
-    """KnormPress."""
-    return knorm(kept(r))
-
-
-def kvpress_keydiff(r: Proportion) -> Evict:
-    """KeyDiffPress."""
-    return keydiff(kept(r))
 
 
 def kvpress_lagkv(r: Proportion, *, lag: Size = 128, sinks: Amount = 4, cross: bool = False) -> Evict:
@@ -152,11 +135,6 @@ def expected_attention_stats(
     queries = KnownQueries(horizon, sinks, moments=FrozenArrays({"mean": mean, "covariance": covariance}))
     policy = expected_attention(budget, horizon=horizon, sinks=sinks)
     return dataclasses.replace(policy, score=Expected(queries, **options))
-
-
-def kvpress_capkv(r: Proportion, *, tau: NonNegative = 5.0, horizon: Size = 512, sinks: Amount = 4) -> Evict:
-    """CapPress."""
-    return capkv(kept(r), tau=tau, horizon=horizon, sinks=sinks)
 
 
 def kvpress_leverage(r: Proportion, *, sketch: Size | None = 48) -> Evict:
@@ -213,11 +191,6 @@ def kvpress_random(r: Proportion) -> Evict:
 def kvpress_adakv(base: Evict, *, alpha: Proportion = 0.2) -> Evict:
     """AdaKVPress around a press (D-22): a share `alpha` of every head's budget is safe; the rest goes to the best."""
     return dataclasses.replace(base, heads=FloorThenGlobal(alpha), layout=dataclasses.replace(base.layout, pool=True))
-
-
-def kvpress_criticalkv(base: Evict, *, first: Proportion = 0.5, eps: NonNegative = 1e-4) -> Evict:
-    """CriticalKVPress around a press."""
-    return dataclasses.replace(base, select=TwoStage(ProjectedValueNorm(), first, eps))
 
 
 def kvpress_critical_adakv(

@@ -1,4 +1,4 @@
-"""EasyKV: the policies of its code, for every importance that it knows (D-05, D-09, D-11 to D-14, D-46, D-48)."""
+"""EasyKV: the policies of its code, for every importance that it knows (D-05, D-06, D-09, D-11 to D-14, D-46, D-48)."""
 
 import dataclasses
 from typing import Literal
@@ -8,8 +8,11 @@ from kvjax.compose import chain
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, Policy, Proportion, Score, Size, value
 from kvjax.decide.select import TopK
-from kvjax.methods.counts import BlockBudget, Truncated, WholeIfShort
-from kvjax.methods.parts import RandomRun
+from kvjax.methods.attention import roco
+from kvjax.methods.position import random, window
+from kvjax.methods.released.counts import BlockBudget, Truncated, WholeIfShort
+from kvjax.methods.released.papers import since, tova_by_head
+from kvjax.methods.released.parts import RandomRun
 from kvjax.observe import Rows
 from kvjax.pallas_kernels import kinds
 from kvjax.scores.attention import Accumulated, Mean, Recency, SparedByDeviation, Uniform, Votes
@@ -32,13 +35,13 @@ class BlockSizes:
       dense_prefix: tokens that are read before the first block.
     """
 
-    nominal: int
-    padded: int
-    final: int
-    dense_prefix: int
+    nominal: Size
+    padded: Size
+    final: Size
+    dense_prefix: Size
 
 
-def block_sizes(length: int, budget: int | float, stride: Size, mode: Literal["encoding", "ppl"]) -> BlockSizes:
+def block_sizes(length: Size, budget: int | float, stride: Size, mode: Literal["encoding", "ppl"]) -> BlockSizes:
     """The sizes of a prompt that is read in blocks.
 
     Args:
@@ -51,8 +54,8 @@ def block_sizes(length: int, budget: int | float, stride: Size, mode: Literal["e
       ValueError: the prompt fits the budget and a block, so that the loop evicts nothing.
     """
     nominal = budget if isinstance(budget, int) else int(length * budget)
-    if nominal < 1 or stride < 1:
-        raise ValueError(f"a budget of {nominal} tokens and blocks of {stride}; give at least 1 token for each")
+    if nominal < 1:
+        raise ValueError(f"a budget of {nominal} tokens; give at least 1")
     padded = nominal + stride
     final = padded - (padded - length) % stride
     if final > length:
@@ -104,9 +107,9 @@ def easykv_encoding(
     """
     padded = Combined("sum", (budget, stride))
     final = budget if exact else BlockBudget(budget, stride)
-    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": Truncated(recent_ratio, padded)}.get(importance, 0)
-    recent = Truncated(recent_ratio, padded) if importance == "tova" else recent
-    taken = Combined("sum", (Truncated(recent_ratio, padded), _SINKS))
+    share = Truncated(recent_ratio, padded)
+    recent: Count = {"roco": _LAST, "mas": _LAST, "h2o": share, "tova": share}.get(importance, 0)
+    taken = Combined("sum", (share, _SINKS))
     scope = _all_but(Combined("less", (padded, taken)), Combined("sum", (final, stride)), stride)
     score = _score(importance, prefix, scope)
     return Evict(score, final, _SINKS, recent, select=RandomRun() if importance == "random" else TopK())
@@ -129,22 +132,16 @@ def easykv_decoding(importance: Importance, budget: int | float) -> Evict:
 
 
 def easykv_encoding_decoding(
-    importance: Importance,
-    budget: int | float,
-    *,
-    stride: Size = 1,
-    exact: bool = True,
-    recent_ratio: Proportion = 0.1,
-    prefix: Amount = 0,
+    importance: Importance, budget: int | float, *, stride: Size = 1, exact: bool = True
 ) -> Policy:
     """Evicts while a prompt is read in blocks, 4 sinks staying, then at every step, none staying (D-48).
 
     While decoding RoCo's scope is all but `B' - int(0.3 B')` tokens (D-11).
 
     Args:
-      importance, budget, stride, exact, recent_ratio, prefix: as of `easykv_encoding`.
+      importance, budget, stride, exact: as of `easykv_encoding`.
     """
-    first = easykv_encoding(importance, budget, stride=stride, exact=exact, recent_ratio=recent_ratio, prefix=prefix)
+    first = easykv_encoding(importance, budget, stride=stride, exact=exact)
     first = dataclasses.replace(first, select=TopK())
     padded = Combined("sum", (budget, stride))
     live = Combined("sum", (first.budget, 1))
@@ -152,11 +149,11 @@ def easykv_encoding_decoding(
     held = first.budget  # a prompt of which a share does not hold what stays while it is read is whole afterwards too
     if isinstance(budget, float):
         held = WholeIfShort(held, Combined("sum", (_SINKS, first.recent)))
-    then = Evict(_score(importance, prefix, scope), held, 0, first.recent, when=Schedule(prefill=False, every=1))
+    then = Evict(_score(importance, 0, scope), held, 0, first.recent, when=Schedule(prefill=False, every=1))
     return chain(first, then)
 
 
-def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: Size = 1) -> Policy:
+def easykv(importance: Importance, budget: int, *, prompt_length: Size, stride: Size = 1) -> Policy:
     """Evicts as `easykv_decoding` if the budget exceeds the prompt, else as `easykv_encoding_decoding` (mode "auto").
 
     Args:
@@ -168,6 +165,26 @@ def easykv(importance: Importance, budget: int, *, prompt_length: int, stride: S
     if budget > prompt_length:
         return easykv_decoding(importance, budget - prompt_length)
     return easykv_encoding_decoding(importance, budget, stride=stride)
+
+
+def random_run(budget: Count) -> Evict:
+    """Random eviction of EasyKV's blocks: one run of tokens, the same in all heads and layers (D-05)."""
+    return dataclasses.replace(random(budget), select=RandomRun())
+
+
+def window_of_generated(budget: Count) -> Evict:
+    """EasyKV's recency while decoding: the prompt stays, outside of the budget (D-06, D-13)."""
+    return Evict(window(budget).score, Combined("sum", (1.0, budget)), 1.0, when=STEP)
+
+
+def tova_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 6) -> Evict:
+    """TOVA of EasyKV: every kv head decides, and the first and last tokens stay (D-09)."""
+    return dataclasses.replace(tova_by_head(budget), sinks=sinks, recent=recent)
+
+
+def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: Amount = 0) -> Evict:
+    """RoCo of EasyKV: 4 sinks and the last 10 tokens stay (D-12), and rows of the first tokens do not count (D-46)."""
+    return dataclasses.replace(since(roco(budget), prefix), sinks=sinks, recent=recent)
 
 
 kinds.doors(__name__)

@@ -178,11 +178,9 @@ class FloorThenGlobal(Heads):
 
     alpha: Proportion = 0.2
 
-    def _safe(self, budget: Prompts) -> Prompts:
-        return np.maximum(np.floor(budget * self.alpha).astype(np.int64), int(self.alpha > 0))
-
     def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
-        return Tree(safe=jnp.asarray(self._safe(budget), jnp.int32), budget=jnp.asarray(budget, jnp.int32))
+        safe = np.maximum(np.floor(budget * self.alpha).astype(np.int64), int(self.alpha > 0))
+        return Tree(safe=jnp.asarray(safe, jnp.int32), budget=jnp.asarray(budget, jnp.int32))
 
     def most(self, average: Prompts, limit: Prompts, info: LayerInfo) -> Prompts:
         return np.minimum(info.num_kv_heads * average, np.maximum(limit, average))

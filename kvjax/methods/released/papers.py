@@ -1,17 +1,16 @@
-"""Released code that differs from its paper (D-01 to D-50): compositions, each named after its source."""
+"""What the authors' own code does otherwise than their papers, and texts and ablations of papers (D-01 to D-50)."""
 
 import dataclasses
 import math
 from typing import Any, Literal
 
-from kvjax.budgets import STEP, Above, Adaptive, Combined, Of, Schedule, Share
+from kvjax.budgets import Above, Adaptive, Combined, Of, Schedule, Share
 from kvjax.compose import shared_layers
 from kvjax.compose.across import AcrossLayers
 from kvjax.compose.evict import Evict
 from kvjax.contract import (
     Amount,
     AtLeastOne,
-    Cosine,
     Count,
     Layout,
     NonNegative,
@@ -23,31 +22,29 @@ from kvjax.contract import (
     Score,
     Size,
 )
-from kvjax.methods.attention import ahakv, h2o, keyformer, r_kv, roco, scissorhands, tova
-from kvjax.methods.counts import FloorPyramid, HalfEven, Normalized, Truncated
+from kvjax.methods.attention import ahakv, keyformer, r_kv, scissorhands, tova
 from kvjax.methods.hidden import FirstLayers, dilated_window
-from kvjax.methods.keys import knorm
-from kvjax.methods.nacl import RowsAtEnds, nacl
-from kvjax.methods.parts import (
+from kvjax.methods.nacl import nacl
+from kvjax.methods.position import random
+from kvjax.methods.profile import FastGen
+from kvjax.methods.released.counts import FloorPyramid, HalfEven, Normalized, Truncated
+from kvjax.methods.released.parts import (
     ByIndex,
     Drawn,
     DriftingTopK,
+    NextStepMask,
     OverBatch,
     PagesOfQueryHeads,
     Proxies,
-    RandomRun,
+    RowsAtEnds,
+    StepwiseMask,
 )
-from kvjax.methods.position import full, random, streaming_llm, window
-from kvjax.methods.profile import FastGen
-from kvjax.methods.simulations import NextStepMask, StepwiseMask
-from kvjax.methods.votes import ada_snapkv, defensivekv, headkv, lava, pyramidkv, snapkv
+from kvjax.methods.votes import ada_snapkv, defensivekv, lava, pyramidkv, snapkv
 from kvjax.observe import Rows
 from kvjax.pallas_kernels import kinds
-from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Faded, LastRows, Recency, Uniform, Votes
-from kvjax.scores.blends import Blend, LayerMean, Pooled
-from kvjax.scores.keys import Redundancy
-from kvjax.scores.rows import Defensive, PooledVotes
+from kvjax.scores.blends import LayerMean, Pooled
+from kvjax.scores.rows import PooledVotes
 from kvjax.scores.softmax import EntropyScaled, Noisy, OutsideWindow, SeesAll
 
 PROMPT = Schedule()
@@ -105,43 +102,18 @@ def h2o_next_step_mask(budget: Count, *, recent: Count = Share(0.5)) -> NextStep
     return NextStepMask(Combined("less", (budget, recent)), recent)
 
 
-def h2o_factory(budget: Count, *, window: Size = 8) -> Evict:
-    """H2O of KVCache-Factory: the prompt alone is evicted, for every query head."""
-    return by_query_head(dataclasses.replace(h2o(budget, recent=window), when=PROMPT))
-
-
 def scissorhands_by_position(budget: Count, **options: Any) -> Evict:
     """Scissorhands where a row's average is one over its position (D-04)."""
     policy = scissorhands(budget, **options)
     return with_score(policy, threshold="1/position")
 
 
-def scissorhands_factory(budget: Count, *, sinks: Amount = 4, recent: Amount = 10, decay: NonNegative = 0.9) -> Evict:
-    """Scissorhands of KVCache-Factory: sums of probabilities that fade while decoding (D-50)."""
-    return dataclasses.replace(scissorhands(budget, recent=recent), score=Faded(decay=decay), sinks=sinks)
-
-
 # ------------------------------------------------------------------------------------------------ positions
-
-
-def random_run(budget: Count) -> Evict:
-    """Random eviction of EasyKV's blocks: one run of tokens, the same in all heads and layers (D-05)."""
-    return dataclasses.replace(random(budget), select=RandomRun())
 
 
 def random_shared(budget: Count) -> Evict:
     """Random eviction where the kv heads of a layer share their draws (D-05)."""
     return dataclasses.replace(random(budget), score=Uniform(shared=True))
-
-
-def window_of_generated(budget: Count) -> Evict:
-    """EasyKV's recency while decoding: the prompt stays, outside of the budget (D-06, D-13)."""
-    return Evict(window(budget).score, Combined("sum", (1.0, budget)), 1.0, when=STEP)
-
-
-def streaming_llm_factory(budget: Count, *, sinks: Amount = 4) -> Evict:
-    """StreamingLLM of KVCache-Factory: the prompt alone is evicted, and tokens stand where they stood."""
-    return dataclasses.replace(streaming_llm(budget, sinks=sinks), when=PROMPT, layout=Layout())
 
 
 def dilated_window_anchored(budget: Count, *, dilation: Amount = 1) -> Evict:
@@ -151,27 +123,12 @@ def dilated_window_anchored(budget: Count, *, dilation: Amount = 1) -> Evict:
     )
 
 
-def knorm_factory(budget: Count, *, skip: Amount = 2) -> FirstLayers:
-    """Knorm of KVCache-Factory: the first layers keep everything."""
-    return FirstLayers(full(), knorm(budget), skip)
-
-
 # ------------------------------------------------------------------------------------------------ TOVA, RoCo
 
 
 def tova_by_head(budget: Count) -> Evict:
     """TOVA where every kv head decides by its own query heads (D-09)."""
     return dataclasses.replace(tova(budget), score=Votes(1, prompt_only=False))
-
-
-def tova_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 6) -> Evict:
-    """TOVA of EasyKV: every kv head decides, and the first and last tokens stay (D-09)."""
-    return dataclasses.replace(tova_by_head(budget), sinks=sinks, recent=recent)
-
-
-def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: Amount = 0, **options: Any) -> Evict:
-    """RoCo of EasyKV: 4 sinks and the last 10 tokens stay (D-12), and rows of the first tokens do not count (D-46)."""
-    return dataclasses.replace(since(roco(budget, **options), prefix), sinks=sinks, recent=recent)
 
 
 def of_later_rows(policy: Evict) -> Evict:
@@ -187,12 +144,6 @@ def since(policy: Evict, first: Amount) -> Evict:
 # ------------------------------------------------------------------------------------------------ NaCl
 
 
-def _drawing(policy: Evict, **fields: Any) -> Evict:
-    """The policy with another draw."""
-    select: Any = policy.select
-    return dataclasses.replace(policy, select=Drawn(select.random, select.shared, **fields))
-
-
 def nacl_drawn(
     budget: Count,
     *,
@@ -202,7 +153,9 @@ def nacl_drawn(
     **options: Any,
 ) -> Evict:
     """NaCl with another draw: from "all" tokens, also those that the proxies chose (D-15); or "uniform" (Table 3)."""
-    return _drawing(nacl(budget, **options), by=by, among=among, temperature=temperature)
+    policy = nacl(budget, **options)
+    select: Any = policy.select
+    return dataclasses.replace(policy, select=Drawn(select.random, select.shared, among, by, temperature))
 
 
 def nacl_decoding(
@@ -255,8 +208,7 @@ def nacl_by_layer(budget: Count, **options: Any) -> Evict:
     """NaCl without head-wise eviction (an ablation): heads have one score and one draw."""
     policy = nacl(budget, **options)
     select: Any = policy.select
-    select = dataclasses.replace(select, shared=True)
-    return dataclasses.replace(policy, score=LayerMean(policy.score), select=select)
+    return dataclasses.replace(policy, score=LayerMean(policy.score), select=dataclasses.replace(select, shared=True))
 
 
 def nacl_global(budget: Count, **options: Any) -> Policy:
@@ -293,17 +245,6 @@ def snapkv_released(budget: Count = 320) -> Evict:
     return by_query_head(snapkv(budget, window=64, kernel=5, pooling="avg"))
 
 
-def snapkv_factory(budget: Count = 512, *, window: Size = 8, kernel: Odd = 7) -> Evict:
-    """SnapKV of KVCache-Factory's runner and of AdaKV, for every query head (D-39, D-44)."""
-    return by_query_head(snapkv(budget, window=window, kernel=kernel))
-
-
-def pyramidkv_factory(budget: Count, *, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7) -> Evict:
-    """PyramidKV of KVCache-Factory: whole steps, whose total exceeds the budget (D-41, D-42)."""
-    policy = pyramidkv(budget, window=window, kernel=kernel)
-    return dataclasses.replace(policy, layers=FloorPyramid(beta))
-
-
 def pyramidkv_adakv(budget: Count, *, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7) -> Evict:
     """PyramidKV of AdaKV: whole steps, without a uniform branch for short prompts (D-42)."""
     policy = pyramidkv(budget, window=window, kernel=kernel)
@@ -325,12 +266,7 @@ def ada_text(budget: Count, *, alpha: Proportion = 0.5, window: Size = 32, kerne
 
 
 def ada_released(
-    budget: Count,
-    *,
-    floor: Proportion = 0.2,
-    window: Size = 32,
-    kernel: Odd = 7,
-    normalize: bool = False,
+    budget: Count, *, floor: Proportion = 0.2, window: Size = 32, kernel: Odd = 7, normalize: bool = False
 ) -> Evict:
     """Ada-SnapKV of its code: `floor` weighs equal parts (D-20), and every head is rounded for itself (D-21).
 
@@ -344,42 +280,34 @@ def ada_released(
     return dataclasses.replace(policy, heads=Normalized(heads) if normalize else heads, select=DriftingTopK())
 
 
-def ada_factory(budget: Count, *, floor: Proportion = 0.2, window: Size = 8, kernel: Odd = 7) -> Evict:
-    """Ada-SnapKV of KVCache-Factory, for every query head, which normalises by default (D-26)."""
-    return by_query_head(ada_released(budget, floor=floor, window=window, kernel=kernel, normalize=True))
-
-
 def ada_normalized(budget: Count, *, alpha: Proportion = 0.5, **options: Any) -> Evict:
     """Ada-SnapKV whose scores are scaled by what a head's best hold (D-26)."""
     return dataclasses.replace(ada_snapkv(budget, **options), heads=Normalized(Adaptive(alpha)))
 
 
-def ada_pyramid_adakv(
-    budget: Count, *, floor: Proportion = 0.2, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7
-) -> Evict:
+def ada_pyramid_adakv(budget: Count, *, window: Size = 8, kernel: Odd = 7) -> Evict:
     """Ada-Pyramid of its code, of the first prompt that its class reads (D-25, D-42)."""
-    policy = ada_released(budget, floor=floor, window=window, kernel=kernel)
-    return dataclasses.replace(policy, layers=FloorPyramid(beta, uniform=False))
+    policy = ada_released(budget, window=window, kernel=kernel)
+    return dataclasses.replace(policy, layers=FloorPyramid(uniform=False))
 
 
 # ------------------------------------------------------------------------------------------------ AhaKV
 
 
-def ahakv_equation_5(budget: Count, *, recent: Amount = 32, **options: Any) -> Evict:
+def ahakv_equation_5(budget: Count, *, recent: Amount = 32) -> Evict:
     """AhaKV as Eq. 5 has it: one row more votes than in Algorithm 1 (D-27)."""
-    return _with_rows(ahakv(budget, recent=recent, **options), last=recent + 1)
+    return _with_rows(ahakv(budget, recent=recent), last=recent + 1)
 
 
-def ahakv_gain(budget: Count, *, k: Count | None = None, recent: Count = 32, kernel: Odd = 7, **gain: Any) -> Evict:
+def ahakv_gain(budget: Count, *, k: Count | None = None, recent: Count = 32, **gain: Any) -> Evict:
     """AhaKV with another step gain: `apply="scaled"` (D-28), `floor=1.0` (D-29), `seen="cache"` (D-32).
 
     Args:
-      budget, recent, kernel: as of `ahakv`.
+      budget, recent: as of `ahakv`.
       k: tokens whose entropy rows get; the budget if None.
       **gain: fields of `EntropyScaled`.
     """
-    policy = ahakv(budget, recent=recent, kernel=kernel)
-    return _with_rows(policy, softmax=EntropyScaled(budget if k is None else k, **gain))
+    return _with_rows(ahakv(budget, recent=recent), softmax=EntropyScaled(budget if k is None else k, **gain))
 
 
 def ahakv_prior(budget: Count, *, recent: Count = 32, kernel: Odd = 7, **prior: Any) -> Evict:
@@ -458,19 +386,12 @@ def fastgen_port(special: tuple[int, ...], punctuation: tuple[int, ...], **optio
     return FastGen(tuple(special), tuple(punctuation), by="entries", rounding="ceil", **options)
 
 
-def r_kv_released(
-    budget: Count,
-    *,
-    importance: Proportion = 0.07,
-    window: Size = 8,
-    kernel: Odd = 7,
-    threshold: Cosine = 0.5,
-    buffer: Size = 128,
-) -> Evict:
+def r_kv_released(budget: Count, *, importance: Proportion = 0.07, window: Size = 8, **options: Any) -> Evict:
     """R-KV of its code: another weight, a group's largest vote, and a softmax over the keys before the window."""
-    rows = LastRows(window, "max", OutsideWindow(window))
-    score = Blend((Pooled(rows, "max", kernel), Redundancy(threshold)), (importance, importance - 1.0))
-    return dataclasses.replace(r_kv(budget, window=window, buffer=buffer), score=score)
+    policy = r_kv(budget, importance=importance, window=window, **options)
+    score: Any = policy.score
+    votes = dataclasses.replace(score.scores[0], score=LastRows(window, "max", OutsideWindow(window)))
+    return with_score(policy, scores=(votes, score.scores[1]))
 
 
 def lava_released(budget: Count, *, floor: Proportion = 0.5, max_ratio: Ratio = 2.0, **options: Any) -> AcrossLayers:
@@ -480,35 +401,10 @@ def lava_released(budget: Count, *, floor: Proportion = 0.5, max_ratio: Ratio = 
     return dataclasses.replace(found, policy=policy, max_ratio=max_ratio)
 
 
-def defensivekv_released(share: Proportion, *, window: Size = 32, kernel: Odd = 5, **options: Any) -> Evict:
+def defensivekv_released(share: Proportion, *, window: Size = 32, **options: Any) -> Evict:
     """DefensiveKV of its code: what comes first is a share of the prompt without its window."""
-    most = Truncated(share, Combined("less", (1.0, window)))
-    policy = defensivekv(Truncated(share), window=window, kernel=kernel, **options)
-    return dataclasses.replace(policy, score=Defensive(most, window, kernel))
-
-
-def headkv_factory(
-    budget: int,
-    importance: HeadTable,
-    *,
-    beta: AtLeastOne = 2.0,
-    window: Size = 8,
-    **options: Any,
-) -> Evict:
-    """HeadKV of KVCache-Factory, for every query head; its capacities leave no room for the window.
-
-    Args:
-      budget: its capacity, without the window.
-      importance: "L N", one number for every query head.
-      beta, window: as of `headkv`.
-      **options: of `headkv`.
-    """
-    return by_query_head(headkv(budget + window, importance, beta=beta, window=window, **options))
-
-
-def cam_factory(budget: Count, *, window: Size = 8) -> Evict:
-    """The tokens that CaM of KVCache-Factory keeps, for every query head; `merging` merges values."""
-    return by_query_head(snapkv(budget, window=window, kernel=1))
+    policy = defensivekv(Truncated(share), window=window, **options)
+    return with_score(policy, most=Truncated(share, Combined("less", (1.0, window))))
 
 
 def quest_by_query_head(budget: Count, *, size: Size = 16, dense: Amount = 2) -> FirstLayers:

@@ -1,0 +1,1 @@
+"""What released code and other libraries do otherwise than papers, by where it is from."""
