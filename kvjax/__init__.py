@@ -8,10 +8,8 @@ Each package is built on those named before it:
 - `kvjax.observe`: what a policy can ask to know of the rows that a layer reads.
 - `kvjax.decide`: which tokens stay, and what is stored of them.
 - `kvjax.scores`: how tokens are ranked.
-- `kvjax.evict`: the policy that most methods are.
-- `kvjax.plan`: the sizes of all caches, before anything is traced.
-- `kvjax.compose`: policies made of policies.
-- `kvjax.run`: a model under a policy: reading prompts, a token at a time, evicting; bytes, meshes, programs.
+- `kvjax.compose`: `Evict`, the policy that most methods are, and policies made of policies.
+- `kvjax.run`: a model under a policy: reading prompts, a token at a time, evicting; sizes, bytes, meshes, programs.
 - `kvjax.generation`: tokens one after another: the loop, samplers, beams.
 - `kvjax.text`: text in, text out: sessions, streams, and files of both. What is public in these three can be imported
   from here.
@@ -31,18 +29,18 @@ from kvjax import methods
 from kvjax.budgets import Adaptive, Pyramid, Share
 from kvjax.compose import chain, from_fn, partition, partition_heads, protect, shared_layers, when
 from kvjax.compose.across import across_layers
+from kvjax.compose.evict import Evict
 from kvjax.contract import Policy, doors
-from kvjax.evict import Evict
 from kvjax.generation import sampling
 from kvjax.generation.beams import generate_beams, generate_beams_from
 from kvjax.generation.generate import feed, generate, generate_from, score
 from kvjax.generation.sampling import Categorical, Greedy, Sample
-from kvjax.plan import Plan, init_policy_params, make_plan
 from kvjax.run.compiled import keep_compiled
 from kvjax.run.evict_layer import evict_layer
 from kvjax.run.forward import forward
 from kvjax.run.memory import plan_memory
 from kvjax.run.mesh import make_mesh, shard_params
+from kvjax.run.plan import Plan, init_policy_params, make_plan
 from kvjax.run.prefill_each import prefill_each
 from kvjax.run.state import AttnStats, State
 from kvjax.run.steps import decode_step, prefill, start

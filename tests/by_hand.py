@@ -50,7 +50,8 @@ def cache(pos, memory=(), *, H=8, k=None, v=None):
     """A layer of one sequence and head that holds tokens at given positions."""
     pos = jnp.asarray([[pos]], jnp.int32)
     zeros = jnp.zeros((*pos.shape, H))
-    return Layer(zeros if k is None else k, zeros if v is None else v, pos, memory)
+    fault = jnp.zeros(pos.shape[:2], bool)
+    return Layer(zeros if k is None else k, zeros if v is None else v, pos, fault, memory)
 
 
 def numbers(x):

@@ -16,8 +16,8 @@ import kvjax
 from kvjax import methods
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
+from kvjax.compose.evict import Evict
 from kvjax.contract import LayerInfo
-from kvjax.evict import Evict
 from kvjax.methods.profile import FastGen
 from tests import kept
 from tests.cases import CASES, Sizes

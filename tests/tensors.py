@@ -127,7 +127,7 @@ def evicted(policy, params, *, lengths=None, key=None, layer=None, **how):
         scored = None
         if isinstance(here, kvjax.Evict):
             ctx = dataclasses.replace(ctx, hparams=ctx.hparams[0]) if isinstance(policy, AcrossLayers) else ctx
-            scored = np.asarray(here.ranked(here.updated(view, stats.of(i), ctx), stats.of(i), ctx)[1])
+            scored = np.asarray(here.ranked(here.update_memory(view, stats.of(i), ctx), stats.of(i), ctx)[1])
         scores.append(scored)
     return layers, scores
 

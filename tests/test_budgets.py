@@ -59,10 +59,9 @@ def slots_of(candidates, hparams=()):
     """Of candidates "B K S", in the order of their positions."""
     candidates = jnp.asarray(candidates)
     pos = jnp.broadcast_to(jnp.arange(candidates.shape[-1], dtype=jnp.int32), candidates.shape)
-    zeros = jnp.zeros((*pos.shape, 8))
-    return Slots(
-        Layer(zeros, zeros, pos), {}, moment(None, 1, prompt=1), candidates, jnp.zeros_like(candidates), (), hparams
-    )
+    zeros, protected = jnp.zeros((*pos.shape, 8)), jnp.zeros_like(candidates)
+    kv = Layer(zeros, zeros, pos, jnp.zeros(pos.shape[:2], bool))
+    return Slots(kv, {}, moment(None, 1, prompt=1), candidates, protected, (), hparams)
 
 
 divide = jax.jit(lambda heads, score, average, slots: heads(score, average, slots), static_argnums=0)

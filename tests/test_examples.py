@@ -265,7 +265,7 @@ def test_e15_nacl_selection(examples, monkeypatch):
     monkeypatch.setattr(Context, "uniform", lambda *_, **__: u)
     pool = np.isin(np.arange(n), e["expected"]["random_pool"])
     wide = lambda x: jnp.broadcast_to(jnp.asarray(x), (draws, 1, n))
-    kv = Layer(*[jnp.zeros((draws, 1, n, 1))] * 2, wide(jnp.arange(n, dtype=jnp.int32)))
+    kv = Layer(*[jnp.zeros((draws, 1, n, 1))] * 2, wide(jnp.arange(n, dtype=jnp.int32)), jnp.zeros((draws, 1), bool))
     slots = slots_of(kv, moment(None, n, prompt=n), protected=wide(~pool), hparams=Tree(random=jnp.ones(draws, int)))
     free = np.full((draws, 1), (~pool).sum() + 1, np.int32)
     drawn = np.asarray(policy.select(wide(score), jnp.asarray(free), slots))[:, 0] & pool
@@ -322,11 +322,15 @@ def test_e18_pyramids(examples):
     assert code.sum() == e["expected"]["code_sum_minus_windows"]
 
 
+def bare_layer(pos):
+    return Layer(*[jnp.zeros((*pos.shape, 8))] * 2, pos, jnp.zeros(pos.shape[:2], bool))
+
+
 def test_e19_e20_shares_of_heads(examples):
     e = examples["E19"]
     score = jnp.asarray(e["inputs"]["A"], jnp.float32)[None]
     pos = jnp.broadcast_to(jnp.arange(score.shape[-1], dtype=jnp.int32), score.shape)
-    kv, base = Layer(*[jnp.zeros((*pos.shape, 8))] * 2, pos), jnp.asarray([e["params"]["base_per_head"]])
+    kv, base = bare_layer(pos), jnp.asarray([e["params"]["base_per_head"]])
     own = Tree(safe=jnp.asarray([1]), budget=base)
     shares = lambda heads: heads(score, base, slots_of(kv, moment(None, 5, prompt=5), hparams=own))[0].tolist()
     assert shares(kvjax.Adaptive(1.0)) == e["expected"]["raw"]
@@ -339,7 +343,7 @@ def test_e19_e20_shares_of_heads(examples):
     for g, count in enumerate(e["inputs"]["raw"]):  # so many of the best 30 belong to head g
         score[0, g, :count] = 1 + np.arange(count) / 100
     pos = jnp.broadcast_to(jnp.arange(30, dtype=jnp.int32), score.shape)
-    kv, score, base = Layer(*[jnp.zeros((*pos.shape, 8))] * 2, pos), jnp.asarray(score), jnp.asarray([10])
+    kv, score, base = bare_layer(pos), jnp.asarray(score), jnp.asarray([10])
     slots = slots_of(kv, moment(None, 30, prompt=30))
     assert HalfEven(1 - floor)(score, base, slots)[0].tolist() == e["expected"]["rounded_half_even"]
     assert kvjax.Adaptive(1 - floor)(score, base, slots)[0].tolist() == e["expected"]["kvjax_exact"]

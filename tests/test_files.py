@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import compose, methods, models, plan
+from kvjax import compose, methods, models
+from kvjax.contract import LAST
 from kvjax.generation import generate as generating
 from kvjax.generation import sampling
 from kvjax.observe import Reread
-from kvjax.run import steps
+from kvjax.run import plan, steps
 from kvjax.text import files
 from tests.marks import slow_but
 
@@ -58,6 +59,21 @@ def test_learned_parameters_and_the_slots_of_a_larger_plan_come_back(compressed,
     files.save_state(tmp_path / "state", *shallow, state, policy=methods.h2o(8))
     restored = files.load_state(tmp_path / "state", *shallow, policy=methods.h2o(8))
     assert restored.plan == larger
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_file_from_before_layers_had_faults(compressed, shallow, tmp_path, monkeypatch, marked):
+    """It has none, but where positions said so: those of what stayed were later than any token's."""
+    _, state = compressed(methods.h2o(8))
+    layers = tuple(kv.replace(pos=kv.pos.at[0, 0, 0].set(LAST - 1)) if marked else kv for kv in state.layers)
+    write = files._write
+    old = lambda arrays: {name: x for name, x in arrays.items() if name.isdigit()}
+    monkeypatch.setattr(files, "_write", lambda path, arrays, words: write(path, old(arrays), words))
+    state = dataclasses.replace(state, layers=layers)
+    files.save_state(tmp_path / "state", *shallow, state, policy=methods.h2o(8))
+    found = files.load_state(tmp_path / "state", *shallow, policy=methods.h2o(8))
+    np.testing.assert_array_equal(found.layers[0].fault, [[marked, False], [False, False]])
+    np.testing.assert_array_equal(found.layers[0].k, state.layers[0].k)
 
 
 def scaled(kv, stats, ctx, *, power=2):

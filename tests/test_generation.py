@@ -11,9 +11,9 @@ import pytest
 from kvjax import budgets, compose, methods, models
 from kvjax.generation import beams, loop, sampling
 from kvjax.generation import generate as generating
-from kvjax.plan import make_plan
 from kvjax.run import steps
 from kvjax.run.checks import end_ids
+from kvjax.run.plan import make_plan
 from kvjax.text import read as reading
 from kvjax.text import stream as streams
 from tests.marks import slow_but

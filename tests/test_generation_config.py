@@ -21,7 +21,7 @@ SAMPLERS = [
 ]
 REFUSED = [
     ({"do_sample": 1}, "do_sample=1 must be True or False"),
-    (DRAWN | {"temperature": 0}, "temperature=0.*must be a positive number"),
+    (DRAWN | {"temperature": 0}, "temperature=0 must be a number above 0"),
     (DRAWN | {"top_k": -1}, "top_k=-1.*whole number from 1"),
     ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a positive number"),
     (DRAWN | {"typical_p": 0.9}, "typical_p=0.9 is an option that no sampler has; choose a sampler"),

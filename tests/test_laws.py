@@ -9,8 +9,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
+from kvjax.compose.evict import evicts
 from kvjax.contract import Layout, resolve
-from kvjax.evict import evicts
 from kvjax.storage import to_pool
 from tests import one_call, table
 from tests.one_call import LAYERS, LENGTHS, T, unturned

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods, plan
+from kvjax import methods
 from kvjax.budgets import STEP, Schedule
+from kvjax.compose.evict import Evict
 from kvjax.contract import Layout, PerSlot, Policy, Reads, Rewrite
-from kvjax.evict import Evict
 from kvjax.observe import Rows, segment_sum
+from kvjax.run.plan import infos_of
 from kvjax.scores.attention import Accumulated
 from tests import table, tensors, test_readme
 from tests.marks import slow_but
@@ -87,7 +88,7 @@ def test_decoding_keeps_to_its_plan_and_what_is_evicted_stays_gone(case):
     policy = case.make(case.budget, layers=LAYERS)
     pos, _, finite = history(policy)
     assert finite, "a token found no slot"
-    infos = plan.infos_of(tensors.model_of(params()).config, policy, T, STEPS)
+    infos = infos_of(tensors.model_of(params()).config, policy, T, STEPS)
     for layer, info in enumerate(infos):
         here, found = policy.at(layer, LAYERS), live(pos[layer])
         sizes = here.sizes(info, LENGTHS)

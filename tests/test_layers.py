@@ -11,6 +11,7 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import HeadShares
 from kvjax.compose import across
+from kvjax.contract import Layout
 from tests import tensors
 from tests.marks import slow_but
 
@@ -67,6 +68,29 @@ def test_the_door_says_so_too(shallow):
 def test_layers_that_share_a_decision_share_the_mark(tiny):
     logits = read(tiny, kvjax.shared_layers(UNSCORED), decodes=1)
     np.testing.assert_array_equal(np.isnan(logits).any(-1), [[True, False]] * 2)
+
+
+@pytest.mark.parametrize("pool", slow_but([False, True], True))
+def test_a_fault_stays_with_its_sequence_in_every_storage_and_file(shallow, tmp_path, pool):
+    """Of sequences that are taken, and of a state that is read back; no position is written over."""
+    policy = dataclasses.replace(UNSCORED, layout=Layout(pool=pool))
+    how = {"policy": policy, "max_new_tokens": 2, "lengths": LENGTHS}
+    _, state = jax.jit(lambda params: kvjax.prefill(shallow[0], params, IDS, **how))(shallow[1])
+    assert all(kv.head_pos.max() < T for kv in state.layers)
+    step = jax.jit(lambda params, state: kvjax.decode_step(shallow[0], params, jnp.zeros((3,), jnp.int32), state)[0])
+    logits = step(shallow[1], state[np.array([1, 0, 1])])
+    np.testing.assert_array_equal(np.isnan(logits).any(-1), [False, True, False])
+    kvjax.save_state(tmp_path / "state", *shallow, state, policy=policy)
+    found = kvjax.load_state(tmp_path / "state", *shallow, policy=policy)
+    with pytest.raises(ValueError, match=MESSAGE):
+        kvjax.decode_step(*shallow, np.zeros(2, np.int32), found)
+
+
+def test_a_fault_of_a_block_stays_when_later_blocks_have_numbers(shallow):
+    first = lambda kv, stats, ctx: jnp.where(ctx.length[:, None, None] == 12, jnp.nan, kv.pos.astype(jnp.float32))
+    how = {"policy": kvjax.from_fn(first, 8), "max_new_tokens": 1, "block": 4}
+    with pytest.raises(ValueError, match="gives no token a score that is a number"):
+        kvjax.prefill(*shallow, IDS, **how)
 
 
 def _one_head(kv, stats, ctx):

@@ -219,7 +219,8 @@ def test_budgets_have_exact_gradients_in_the_eviction_loss():
             gate = jnp.pad(
                 soft_top_k(jnp.asarray(score), budgets, temperature=0.5), ((0, 0), (0, 0), (0, 3)), constant_values=1
             )
-            kv = Layer(jnp.asarray(k), jnp.asarray(v), jnp.asarray(pos), log_weight=jnp.log(gate))
+            arrays = (*map(jnp.asarray, (k, v, pos)), jnp.zeros((1, 2), bool))
+            kv = Layer(*arrays, log_weight=jnp.log(gate))
             out = kv.attend(
                 jnp.asarray(q), jnp.arange(12, 15)[None], rotate=lambda x, _: x, logits=Logits(softcap=0.7)
             ).out

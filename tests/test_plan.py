@@ -12,7 +12,8 @@ from kvjax import methods, models
 from kvjax.generation import generate as generating
 from kvjax.generation import loop
 from kvjax.models import gpt2
-from kvjax.run import buckets, layers
+from kvjax.run import layers
+from kvjax.run.plan import bucket
 from tests import table
 from tests.tensors import live_positions
 
@@ -60,7 +61,7 @@ def test_prompts_of_other_widths_share_all_but_their_layers(shallow):
     for width in (20, 40, 60):
         tokens = np.full((1, width), 7)
         found = kvjax.generate(*shallow, tokens, policy=methods.snapkv(8, window=4), max_new_tokens=2)
-        assert found.state.plan.infos[0].prompt_len == buckets.bucket(width)
+        assert found.state.plan.infos[0].prompt_len == bucket(width)
         sizes.append([program._cache_size() for program in programs])
     assert np.diff(sizes, axis=0).tolist() == [[1, 0, 0, 0]] * 2
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvjax import chain, decode_step, make_plan, methods, models, prefill, shared_layers
 from kvjax.budgets import STEP
+from kvjax.compose.evict import Evict, evicts
 from kvjax.contract import EMPTY, Layout, PerSlot, Rewrite
-from kvjax.evict import Evict, evicts
 from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
 from kvjax.run.layers import without_cache

@@ -17,7 +17,7 @@ from kvjax.run import steps
 from kvjax.run.state import Prompts
 from kvjax.text import read as reading
 from kvjax.text.read import read
-from kvjax.text.stream import endless_plan
+from kvjax.text.stream import read_endless
 
 PROMPT, CHUNK = 9, 4
 IDS = np.random.default_rng(4).integers(0, 61, (PROMPT + 3 * CHUNK + 1, 2))  # a last chunk of one token
@@ -111,5 +111,5 @@ def test_what_cannot_be_read_is_refused(shallow, options, message):
 
 def test_a_cache_that_stops_growing_late_is_endless(shallow):
     policy = compose.when(budgets.Schedule(every=70_000), methods.h2o(6))
-    plan = endless_plan(shallow[0].config, policy, Prompts(np.ones((1, 16), np.int32), np.array([16])))
-    assert {*plan.capacities} == {70_008}
+    _, state = read_endless(*shallow, Prompts(np.ones((1, 16), np.int32), np.array([16], np.int32)), policy)
+    assert {*state.plan.capacities} == {70_008}

@@ -11,6 +11,7 @@ from kvjax import generate, generate_from, prefill
 from kvjax.generation import loop
 from kvjax.generation.sampling import (
     Categorical,
+    Chain,
     Filter,
     Greedy,
     MinP,
@@ -19,7 +20,6 @@ from kvjax.generation.sampling import (
     Temperature,
     TopK,
     TopP,
-    chain,
     seen_tokens,
 )
 
@@ -67,15 +67,16 @@ def test_filters_are_those_of_transformers(name):
 @pytest.mark.usefixtures("unchecked")
 def test_chains_are_values():
     f, g, h = Temperature(0.5), TopK(3), MinP(0.1)
-    assert chain(f, chain(g, h)) == chain(chain(f, g), h) == chain(f, chain(), g, h)
-    assert chain(f) == f
-    assert hash(chain(f, g)) == hash(chain(Temperature(np.float32(0.5)), TopK(np.int64(3))))
-    assert [s.reads_seen for s in (Greedy(), Sample(), Categorical(chain(f, g)))] == [False] * 3
-    penalty = chain(f, RepetitionPenalty(2.0))
+    logits = jnp.asarray([[3.0, 1.0, 2.0, 0.0]])
+    for same in (Chain((f, Chain((g, h)))), Chain((Chain((f, g)), h)), Chain((f, Chain(), g, h))):
+        np.testing.assert_array_equal(same(logits), Chain((f, g, h))(logits))
+    assert hash(Chain((f, g))) == hash(Chain((Temperature(np.float32(0.5)), TopK(np.int64(3)))))
+    assert [s.reads_seen for s in (Greedy(), Sample(), Categorical(Chain((f, g))))] == [False] * 3
+    penalty = Chain((f, RepetitionPenalty(2.0)))
     assert all(s.reads_seen for s in (Greedy(penalty), Categorical(penalty)))
     assert Sample(repetition_penalty=2).reads_seen
-    with pytest.raises(ValueError, match=r"Greedy\(.*\) is no filter; give such as TopK"):
-        chain(f, Greedy())
+    with pytest.raises(ValueError, match=r"filters=\(.*Greedy\(.*"):
+        Chain((f, Greedy()))
     with pytest.raises(ValueError, match=r"needs seen=, a boolean \"B V\""):
         penalty(jnp.zeros((1, V)))
 

@@ -16,7 +16,7 @@ from kvjax.models.gpt2 import GPT2Config
 from kvjax.models.mpt import MPTConfig
 from kvjax.models.opt import OPTConfig
 from kvjax.run import layers, steps
-from kvjax.run.buckets import bucket, plan_request
+from kvjax.run.plan import bucket, plan_request
 from tests.marks import marks, slow_but
 from tests.tensors import live_positions
 

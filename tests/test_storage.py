@@ -126,7 +126,7 @@ def layer(pos, H=4):
     pos = jnp.asarray(pos, jnp.int32)
     k = jnp.broadcast_to(pos[..., None], (*pos.shape, H)).astype(jnp.float32)
     like = empty(LayerInfo(0, 1, pos.shape[1], pos.shape[1], H, 8, 0), len(pos), k.dtype, PerSlot())
-    return Layer(k, -k, pos, pos.astype(jnp.float32), how=like.how)
+    return Layer(k, -k, pos, like.fault, pos.astype(jnp.float32), how=like.how)
 
 
 @pytest.mark.parametrize("capacity", slow_but([64, 61], 64))
@@ -210,7 +210,7 @@ def test_what_is_hidden_is_not_read(pool):
 def test_rows_that_read_different_slots_have_logits_that_float16_does_not_hold():
     q, k, v = tensors.qkv(3, B=1, dtype=jnp.float16, sharpness=100.0)
     pos = jnp.arange(k.shape[2])[None]
-    kv = Layer(100 * k, v, jnp.broadcast_to(pos, k.shape[:3]))
+    kv = Layer(100 * k, v, jnp.broadcast_to(pos, k.shape[:3]), jnp.zeros(k.shape[:2], bool))
     read = lambda reads: kv.attend(q, pos, (), reads, rotate=tensors.unturned).out
     every = read(Reads(until=jnp.full(kv.pos.shape, LAST)))
     assert every.dtype == jnp.float16

@@ -28,12 +28,11 @@ from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
 from kvjax.generation.beams import checked_search, rules_of, searched
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
 from kvjax.models import pad_left
-from kvjax.plan import own_params, sharing
 from kvjax.run.apply import HidesTokens, apply_policy
-from kvjax.run.buckets import bucket, plan_request
 from kvjax.run.checks import check_block, check_positions, end_ids
 from kvjax.run.layers import step
 from kvjax.run.mesh import on_mesh
+from kvjax.run.plan import bucket, own_params, plan_request, sharing
 from kvjax.run.prefill_each import read_whole, stored_as
 from kvjax.run.state import Prompts, empty_state
 from kvjax.run.steps import checked_logits

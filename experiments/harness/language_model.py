@@ -30,8 +30,8 @@ from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
 from kvjax.generation.loop import NO_TOKEN
 from kvjax.models.embedded import included
-from kvjax.run.buckets import bucket
 from kvjax.run.checks import check_block, check_positions
+from kvjax.run.plan import bucket
 from kvjax.text.encode import rendered
 
 try:

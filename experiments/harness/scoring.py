@@ -20,7 +20,7 @@ from kvjax.run.layers import without_cache
 def rounded_up(tokens: int) -> int:
     """The next of the numbers of steps 1, 2, 3, 4, 6, 8, 12, ...: powers of two and what lies halfway.
 
-    Choices are often of one token, for which the widths of prompts (`kvjax.run.buckets`) are too wide.
+    Choices are often of one token, for which the widths of prompts (`kvjax.run.plan`) are too wide.
     """
     power = 1 << (tokens - 1).bit_length()
     halfway = power * 3 // 4

@@ -23,8 +23,8 @@ from kvjax.experiments.tasks.perplexity import SCORED
 from kvjax.learning.families import View
 from kvjax.models import pad_left
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.plan import planned
 from kvjax.run.apply import stored_for_policy, with_policy
+from kvjax.run.plan import planned
 from kvjax.scores.attention import ValuePrior
 
 Split = Literal["calibration", "held_out"]
@@ -179,7 +179,7 @@ def _read(model, policies, observe, params, tokens, lengths, follows, num_given,
     scores, safe, drawn = [], [], []
     for i, kv in enumerate(state.layers):
         stats, ctx = full.stats.of(i), state.context(i, "prefill")
-        slots, score, _ = policy.ranked(policy.updated(kv.view(), stats, ctx), stats, ctx)
+        slots, score, _ = policy.ranked(policy.update_memory(kv.view(), stats, ctx), stats, ctx)
         scores.append(jnp.where(kv.live, score, 0.0))
         safe.append(slots.protected)
         if isinstance(policy.select, ThenRandom):

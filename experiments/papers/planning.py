@@ -13,7 +13,7 @@ from kvjax.experiments.papers.attention import BLOCK
 from kvjax.experiments.papers.methods import Budget, Method
 from kvjax.experiments.papers.runs import JUDGED, Options, lines_of, models_of
 from kvjax.experiments.papers.tables import DATA, MODELS, Entry, Model, data_of, task_of
-from kvjax.plan import make_plan
+from kvjax.run.plan import make_plan
 
 FLOPS, BANDWIDTH = 400e12, 2.0e12  # 40 and 60 % of what is stated of an H100; an H200 reached 570e12 and 3.4e12
 PER_WORD, EXAMPLE, CHOICES = 1.4, 60, 3  # tokens of a word and of an example of lm-eval, and answers to rank

@@ -18,9 +18,9 @@ from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Left, Reading, read, seed_key
 from kvjax.contract import Count, Layout, Model, Policy, PRNGKey, Size, resolve
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import make_plan, sharing
 from kvjax.run.apply import check_reads_all, stored_for_policy, with_policy
 from kvjax.run.checks import check_model, check_prompts
+from kvjax.run.plan import make_plan, sharing
 from kvjax.run.prefill_each import Stored, read_whole, stored_as
 
 HINDSIGHT: Final[dict[Across, str]] = {

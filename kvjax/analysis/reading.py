@@ -19,16 +19,28 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.analysis.hindsight import of_kv_heads
 from kvjax.compose import ByHead, Chain, SharedLayers
 from kvjax.compose.across import AcrossLayers
-from kvjax.contract import Context, Decision, LayerView, Layout, Observation, Policy, Rotate, Stats
-from kvjax.evict import LARGE, Evict, check_kept
+from kvjax.compose.evict import LARGE, Evict, check_kept
+from kvjax.contract import (
+    Context,
+    Decision,
+    LayerParams,
+    LayerView,
+    Layout,
+    Model,
+    Observation,
+    Policy,
+    PRNGKey,
+    Rotate,
+    Stats,
+)
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan
 from kvjax.run.apply import stored_for_policy, update_layers, with_policy
 from kvjax.run.checks import check_model, check_prompts, check_rows, traced
 from kvjax.run.layers import Attend, embed, layer_step
+from kvjax.run.plan import Plan
 from kvjax.run.prefill_each import Stored, read_whole, stored_as
 from kvjax.run.state import AttnStats, State, row_keys
 from kvjax.storage import Layer, Storage
@@ -103,7 +115,7 @@ class Reading:
         each = [kv.view().live[:, :1] for kv in self.state.layers]
         return jnp.repeat(jnp.stack(each, axis=1), heads, axis=2)
 
-    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: Any = ()) -> tuple[Layer, ...]:
+    def after(self, policy: Policy, *, plan: Plan | None = None, policy_params: LayerParams = ()) -> tuple[Layer, ...]:
         """The layers after a policy evicted from the prompt; no slot moved, `live` says what stays.
 
         Args:
@@ -121,7 +133,7 @@ class Reading:
                 check_kept(policy.at(i, len(layers)), i, kv, state.hparams[i])
         return layers
 
-    def decisions(self, policy: Policy, *, policy_params: Any = ()) -> tuple[Decision, ...]:
+    def decisions(self, policy: Policy, *, policy_params: LayerParams = ()) -> tuple[Decision, ...]:
         """A policy's decision about the prompt in every layer, with the scores of slots.
 
         Dead slots have a score of minus infinity; that of protected ones decides nothing. Scores of a chain are those
@@ -163,7 +175,7 @@ class Reading:
                 f"{(B, N, T)} of query heads; give one value a slot"
             )
         if keep.shape[1] != K:
-            kv = kv.replace(**{n: jnp.repeat(getattr(kv, n), N // K, axis=1) for n in ("k", "v", "pos")})
+            kv = kv.replace(**{n: jnp.repeat(getattr(kv, n), N // K, axis=1) for n in ("k", "v", "pos", "fault")})
         if keep.dtype == bool:
             return kv.keep(keep)
         if not jnp.issubdtype(keep.dtype, jnp.floating):
@@ -191,7 +203,7 @@ class Reading:
         of, attend = self.later[layer], self.attend(layer, kv)
         return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, logits=of.logits)[0]
 
-    def logits_after(self, model: Any, params: PyTree[Any], keep: Left) -> Float[Array, "B F V"]:
+    def logits_after(self, model: Model, params: PyTree, keep: Left) -> Float[Array, "B F V"]:
         """The model's logits over the rows that follow after an eviction of every layer, which later layers feel.
 
         Everything that the rows add to the cache stays. These are the logits of `policy(state, stats)` and then
@@ -220,7 +232,7 @@ def _in_order(kv: Any) -> Layer:
 
 
 def _over(
-    model: Any, params: PyTree[Any], reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
+    model: Model, params: PyTree, reading: Reading, layers: Sequence[Layer], attends: Sequence[Callable[..., Any]]
 ) -> tuple[Float[Array, "B F V"], list[Any]]:
     """The model over the rows that follow: logits after each of them, and what every layer's `attend` observed."""
     (outer, each), found = model.parts(params), []
@@ -232,7 +244,7 @@ def _over(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _logits(model: Any, params: PyTree[Any], x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
+def _logits(model: Model, params: PyTree, x: Float[Array, "B F D"]) -> Float[Array, "B F V"]:
     return model.head(params, x)
 
 
@@ -260,7 +272,7 @@ def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decisi
         own = ctx.hparams[0] if isinstance(policy, AcrossLayers) else ctx.hparams
         return _ranked(policy.policy, kv, stats, dataclasses.replace(ctx, hparams=own))
     if isinstance(policy, Evict):
-        return _of_evict(policy, policy.updated(kv, stats, ctx), stats, ctx) if policy.when.prefill else None
+        return _of_evict(policy, policy.update_memory(kv, stats, ctx), stats, ctx) if policy.when.prefill else None
     if isinstance(policy, ByHead):
         own = [policy.own(i, kv, ctx) for i in range(len(policy.members))]
         each = [_ranked(p, view, stats, here) for p, (view, here) in zip(policy.members, own, strict=True)]
@@ -290,22 +302,33 @@ class _Following:
 
     attend: Attend
 
-    def __call__(self, kv: Any, q: Any, k: Any, v: Any, *, out_proj: Any = None, **how: Any) -> Any:
-        out, after, ((mass,), _) = self.attend(kv, q, k, v, out_proj=out_proj, **how)
-        mass, logits = mass[..., : kv.pos.shape[2]] / q.shape[2], how.get("logits", Logits())
-        return out, after, Later(q, k, v, out, mass, out_proj, logits, how["rotate"])
+    def __call__(
+        self,
+        kv: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        rotate: Any,
+        out_proj: Any = None,
+        logits: Logits = Logits(),
+        **how: Any,
+    ) -> Any:
+        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, logits=logits, **how)
+        mass = mass[..., : kv.pos.shape[2]] / q.shape[2]
+        return out, after, Later(q, k, v, out, mass, out_proj, logits, rotate=rotate)
 
 
 def read(
-    model: Any,
-    params: PyTree[Any],
+    model: Model,
+    params: PyTree,
     tokens: Any,
     continuation: Any,
     *,
     policies: Sequence[Policy] = (),
     observe: Sequence[Observation] = (),
     lengths: Any = None,
-    key: Any = None,
+    key: PRNGKey = None,
     layout: Layout | None = None,
 ) -> Reading:
     """Reads prompts, then what follows them, with the full cache.
@@ -346,7 +369,7 @@ def read(
     return dataclasses.replace(bare, later=tuple(later), logits=logits)
 
 
-def seed_key(key: Any, batch: int, seed: int) -> Array:
+def seed_key(key: PRNGKey, batch: int, seed: int) -> Array:
     """The keys of every sequence for a seed; seed 0 keeps the sequence's own."""
     keys = row_keys(key, batch)
     return keys if seed == 0 else jax.vmap(lambda k: jax.random.fold_in(k, seed))(keys)

@@ -1,22 +1,27 @@
-"""One budget for all layers, divided when all of them have been read and scored."""
+"""What is decided for all layers, when all of them have been read: one decision, or the division of one budget."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.budgets import Times, apportion
+from kvjax.compose.evict import Evict, apply_decision, having
+from kvjax.compose.policies import refuse_joint
 from kvjax.contract import (
     MOST,
+    AttentionInputs,
     Context,
     LayerInfo,
     Layout,
     Phase,
     Policy,
     Ratio,
+    Reads,
     Size,
     Sizes,
     Slots,
@@ -24,7 +29,6 @@ from kvjax.contract import (
     unique,
     value,
 )
-from kvjax.evict import Evict, apply_decision
 from kvjax.observe import by_row, votes
 from kvjax.pallas_kernels.kinds import Kind, Range
 from kvjax.pallas_kernels.pytree import pytree
@@ -149,7 +153,103 @@ _weighs = lambda x: callable(x) and not isinstance(x, type) and (hasattr(x, "obs
 Weigher = Annotated[Any, Kind("a weight of a layer, such as ScoreEntropy(), or by_top_scores", _weighs)]
 
 
-class AcrossLayers(Policy):
+class _Joint(Policy):
+    """A policy that decides for all layers at once, as another one does.
+
+    Attributes:
+      policy: that one.
+    """
+
+    policy: Policy
+    joint = True
+
+    @property
+    def layout(self) -> Layout:
+        return self.policy.layout
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.policy.writes
+
+    def observe(self, phase: Phase) -> tuple[Any, ...]:
+        return self.policy.observe(phase)
+
+    def memory(self, info: LayerInfo) -> Any:
+        return self.policy.memory(info)
+
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+        return self.policy.init_params(info, key)
+
+    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+        return self.policy.reserve(kv, ctx)
+
+
+class SharedLayers(_Joint):
+    """One decision for all layers, by the sum of their statistics: the first layer decides.
+
+    Attributes:
+      policy: how it decides.
+    """
+
+    def __post_init__(self):
+        refuse_joint((self.policy,), "shared layers")
+        if wrong := [p.when for p in having(self.policy, "when") if p.when.before]:
+            raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
+        if own := sorted({*self.policy.writes} - {"log_weight"}):
+            raise ValueError(
+                f"one decision is applied by all layers, but the {own[0]} of slots is each layer's own; the policy "
+                "can only evict and weigh"
+            )
+
+    def at(self, layer: int, num_layers: int) -> Policy:
+        """The same policy in all layers.
+
+        Raises:
+          ValueError: a policy inside is another one in some layers.
+        """
+        if self.policy.at(layer, num_layers) != self.policy:
+            raise ValueError(
+                "one decision is made for all layers, but a partition gives layers policies of their own; give one "
+                "policy for all of them"
+            )
+        return self
+
+    def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
+        """The sizes of the shared policy.
+
+        Raises:
+          ValueError: sizes or data that differ between layers.
+        """
+        with jax.ensure_compile_time_eval():
+            first, own = (self.policy.sizes(dataclasses.replace(info, layer=i), lengths) for i in (0, info.layer))
+            same = jax.tree.map(np.array_equal, vars(first), vars(own))
+        if not all(jax.tree.leaves(same)):
+            raise ValueError(
+                "one decision is made for all layers, but budgets or tables of layers 0 and "
+                f"{info.layer} differ: {first.per_head.max()} and {own.per_head.max()} slots a head; give all the same"
+            )
+        return own
+
+    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
+        """The layer after the shared policy has taken in the new rows."""
+        return self.policy.enter(kv, inputs, ctx)
+
+    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+        """The `Reads` of the shared policy."""
+        return self.policy.reads(kv, inputs, ctx)
+
+    def update_layers(
+        self, layers: tuple[Any, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
+    ) -> tuple[Any, ...]:
+        """All layers after the first one has decided by the sum of their statistics."""
+        own = self.policy.observe(ctxs[0].phase)
+        total = Stats((o, jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats))) for o in own)
+        first = self.policy.update(layers[0], total, ctxs[0])
+        same = {name: getattr(first, name) for name in ("pos", "fault", "memory", "channels", *self.writes)}
+        return tuple(kv.replace(**same) for kv in layers)
+
+
+class AcrossLayers(_Joint):
     """An `Evict` whose layers compete for the model's budget.
 
     Attributes:
@@ -161,21 +261,10 @@ class AcrossLayers(Policy):
     policy: Evict
     by: Weigher
     max_ratio: Ratio = 2.0
-    joint = True
 
     def __post_init__(self):
         if not isinstance(self.policy, Evict) or self.policy.when.decodes or not self.policy.when.prefill:
             raise ValueError("layers compete once, after the prompt: give an Evict that does not evict while decoding")
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the policy whose layers compete."""
-        return self.policy.layout
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """Fields of a slot that the policy may change."""
-        return self.policy.writes
 
     @property
     def _largest(self) -> Evict:
@@ -193,16 +282,7 @@ class AcrossLayers(Policy):
         least = jnp.asarray(np.minimum(self.policy.least(info, lengths), MOST), jnp.int32)
         return Sizes(per_head, total, (own.hparams, largest.hparams, least))
 
-    def memory(self, info: LayerInfo) -> Any:
-        """The memory of that policy."""
-        return self.policy.memory(info)
-
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
-        """The learned parameters of that policy."""
-        return self.policy.init_params(info, key)
-
     def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
-        """How far that policy lets heads grow."""
         return self.policy.reserve(kv, self._own(ctx))
 
     def update_layers(
@@ -211,20 +291,29 @@ class AcrossLayers(Policy):
         """All layers after they were scored, the budget was divided, and each kept what it got."""
         if ctxs[0].phase == "decode":
             return layers
-        evict, found = self.policy, []
-        layers = tuple(evict.updated(kv, s, self._own(ctx)) for kv, s, ctx in zip(layers, stats, ctxs, strict=True))
-        for kv, s, ctx in zip(layers, stats, ctxs, strict=True):
-            slots, score, outside = evict.ranked(kv, s, self._own(ctx))
+        evict, found, mine = self.policy, [], [*map(self._own, ctxs)]
+        layers = tuple(map(evict.update_memory, layers, stats, mine))
+        for kv, s, ctx, here in zip(layers, stats, ctxs, mine, strict=True):
+            (slots, score, _), outside = evict.ranked(kv, s, here), evict.outside(here)
             own, largest, least = ctx.hparams
             average, most = own.budget - outside, jnp.maximum(own.budget, largest.budget) - outside
             least = jnp.maximum(least - outside, (outside == 0).astype(jnp.int32))  # no layer is left without a token
             found.append(Competitor(slots, score, average, most, jnp.minimum(least, average)))
         divided = by_top_scores(found) if self.by is by_top_scores else by_weight(self.by, evict.heads, found)
-        each = zip(layers, stats, ctxs, divided, strict=True)
-        return tuple(apply_decision(kv, evict.choose(kv, s, self._own(ctx), shares)[0]) for kv, s, ctx, shares in each)
+        decisions = [x[0] for x in map(evict.choose, layers, stats, mine, divided)]
+        return tuple(map(apply_decision, layers, decisions))
 
     def _own(self, ctx: Context) -> Context:
         return dataclasses.replace(ctx, hparams=ctx.hparams[0])
+
+
+def shared_layers(policy: Policy) -> Policy:
+    """The same tokens in all layers: statistics are summed over layers, and the one decision is applied by each.
+
+    Raises:
+      ValueError: a policy that decides before a step, that changes what slots hold, or that is joint itself.
+    """
+    return SharedLayers(policy)
 
 
 def across_layers(policy: Evict, by: Weigher, *, max_ratio: Ratio = 2.0) -> Policy:

@@ -1,4 +1,4 @@
-"""Policies made of policies: in turn, by layer, by kv head, under another schedule, one decision for all layers."""
+"""Policies made of policies: in turn, by layer, by kv head, under another schedule."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.budgets import Schedule
+from kvjax.compose.evict import Evict, evicts, having
 from kvjax.contract import (
     LAST,
     AttentionInputs,
@@ -26,11 +27,11 @@ from kvjax.contract import (
     Stats,
     unique,
 )
-from kvjax.evict import Evict, evicts
 from kvjax.scores.attention import Function
 
 
-def _refuse_joint(policies: Sequence[Policy], where: str) -> None:
+def refuse_joint(policies: Sequence[Policy], where: str) -> None:
+    """Refuses policies that decide for all layers at once, as members of another one."""
     if wrong := [p for p in policies if p.joint]:
         raise ValueError(
             f"{type(wrong[0]).__name__} decides for all layers at once, so it cannot be a member of {where}"
@@ -47,7 +48,7 @@ class _Members(Policy):
     members: tuple[Policy, ...]
 
     def __post_init__(self):
-        _refuse_joint(self.members, type(self).__name__)
+        refuse_joint(self.members, type(self).__name__)
         if len({p.layout.positions for p in self.members} - {"original"}) > 1:
             raise ValueError("the members of a composition store tokens at different positions")
 
@@ -229,7 +230,7 @@ class ByHead(_Members):
             return kv
         if any(x.channels is not kv.channels for x in found):
             raise ValueError("a member for some heads drops key channels, which a layer stores alike in all its heads")
-        picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", *self.writes)}
+        picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", "fault", *self.writes)}
         return kv.replace(memory=tuple(x.memory for x in found), **picked)
 
     def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
@@ -249,17 +250,15 @@ class ByHead(_Members):
         each = self._each_reads(kv, inputs, ctx)
         if all(x is None for x in each):
             return None
-        each, wide = (
-            [x or Reads() for x in each],
-            lambda x, fill: jnp.broadcast_to(jnp.asarray(fill if x is None else x), kv.pos.shape),
-        )
+        each = [x or Reads() for x in each]
+        wide = lambda x, fill: jnp.broadcast_to(jnp.asarray(fill if x is None else x), kv.pos.shape)
         if any(x.visible is not None and x.visible.dtype != bool for x in each):
             raise ValueError("a member for some heads names slots to read; let it give a mask")
-        pick = lambda name, fill: (
-            self.pick([wide(getattr(x, name), fill) for x in each])
-            if any(getattr(x, name) is not None for x in each)
-            else None
-        )
+
+        def pick(name: str, fill: Any) -> Array | None:
+            given = [getattr(x, name) for x in each]
+            return None if all(x is None for x in given) else self.pick([wide(x, fill) for x in given])
+
         weight = pick("log_weight", 0.0)
         delay = 0 if weight is None else self.pick([wide(x.delay, 0) for x in each])
         return Reads(pick("visible", True), pick("until", LAST), weight, delay)
@@ -279,107 +278,13 @@ class PerLayer(Policy):
     policies: tuple[Policy, ...]
 
     def __post_init__(self):
-        _refuse_joint(self.policies, "a partition of layers")
+        refuse_joint(self.policies, "a partition of layers")
 
     def at(self, layer: int, num_layers: int) -> Policy:
         """The policy given for that layer."""
         if len(self.policies) != num_layers:
             raise ValueError(f"there are {len(self.policies)} labels for {num_layers} layers; give one a layer")
         return self.policies[layer].at(layer, num_layers)
-
-
-class SharedLayers(Policy):
-    """One decision for all layers, by the sum of their statistics: the first layer decides.
-
-    Attributes:
-      policy: how it decides.
-    """
-
-    policy: Policy
-    joint = True
-
-    def __post_init__(self):
-        _refuse_joint((self.policy,), "shared layers")
-        if wrong := [p.when for p in _having(self.policy, "when") if p.when.before]:
-            raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
-        if own := sorted({*self.policy.writes} - {"log_weight"}):
-            raise ValueError(
-                f"one decision is applied by all layers, but the {own[0]} of slots is each layer's own; the policy "
-                "can only evict and weigh"
-            )
-
-    def at(self, layer: int, num_layers: int) -> Policy:
-        """The same policy in all layers.
-
-        Raises:
-          ValueError: a policy inside is another one in some layers.
-        """
-        if self.policy.at(layer, num_layers) != self.policy:
-            raise ValueError(
-                "one decision is made for all layers, but a partition gives layers policies of their own; give one "
-                "policy for all of them"
-            )
-        return self
-
-    @property
-    def layout(self) -> Layout:
-        """The layout of the shared policy."""
-        return self.policy.layout
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """Fields of a slot that the shared policy may change."""
-        return self.policy.writes
-
-    def observe(self, phase: Phase) -> tuple[Any, ...]:
-        """Observations of the shared policy, of every layer."""
-        return self.policy.observe(phase)
-
-    def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
-        """The sizes of the shared policy.
-
-        Raises:
-          ValueError: sizes or data that differ between layers.
-        """
-        with jax.ensure_compile_time_eval():
-            first, own = (self.policy.sizes(dataclasses.replace(info, layer=i), lengths) for i in (0, info.layer))
-            same = jax.tree.map(np.array_equal, vars(first), vars(own))
-        if not all(jax.tree.leaves(same)):
-            raise ValueError(
-                "one decision is made for all layers, but budgets or tables of layers 0 and "
-                f"{info.layer} differ: {first.per_head.max()} and {own.per_head.max()} slots a head; give all the same"
-            )
-        return own
-
-    def memory(self, info: LayerInfo) -> Any:
-        """The memory of the shared policy."""
-        return self.policy.memory(info)
-
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
-        """The learned parameters of the shared policy."""
-        return self.policy.init_params(info, key)
-
-    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
-        """The layer after the shared policy has taken in the new rows."""
-        return self.policy.enter(kv, inputs, ctx)
-
-    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
-        """The `Reads` of the shared policy."""
-        return self.policy.reads(kv, inputs, ctx)
-
-    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
-        """How far the shared policy lets heads grow."""
-        return self.policy.reserve(kv, ctx)
-
-    def update_layers(
-        self, layers: tuple[Any, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
-    ) -> tuple[Any, ...]:
-        """All layers after the first one has decided by the sum of their statistics."""
-        own = self.policy.observe(ctxs[0].phase)
-        total = Stats((o, jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats))) for o in own)
-        first = self.policy.update(layers[0], total, ctxs[0])
-        same = {name: getattr(first, name) for name in ("pos", "memory", "channels", *self.writes)}
-        return tuple(kv.replace(**same) for kv in layers)
 
 
 def chain(*policies: Policy) -> Policy:
@@ -447,7 +352,7 @@ def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) ->
     Raises:
       ValueError: no policy inside has a schedule.
     """
-    if not _having(policy, "when"):
+    if not having(policy, "when"):
         raise ValueError(f"{type(policy).__name__} has no schedule")
     new = schedule if callable(schedule) else lambda _: schedule
     return _everywhere(policy, "when", lambda fields: {"when": new(fields["when"])})
@@ -463,7 +368,7 @@ def protect(policy: Policy, *, sinks: Count, recent: Count) -> Policy:
     Raises:
       ValueError: no policy inside keeps tokens by position.
     """
-    if not _having(policy, "sinks"):
+    if not having(policy, "sinks"):
         raise ValueError(f"{type(policy).__name__} keeps no tokens by position alone, so that none can be others")
     return _everywhere(policy, "sinks", lambda _: {"sinks": sinks, "recent": recent})
 
@@ -476,28 +381,6 @@ def _everywhere(x: Any, field: str, change: Callable[[dict[str, Any]], dict[str,
         return x
     each = {f.name: _everywhere(getattr(x, f.name), field, change) for f in dataclasses.fields(x)}
     return dataclasses.replace(x, **(each | change(each) if field in each else each))
-
-
-def _inside(x: Any) -> list[Policy]:
-    """A policy and those that it is made of."""
-    if isinstance(x, tuple):
-        return [p for y in x for p in _inside(y)]
-    if not isinstance(x, Policy):
-        return []
-    return [x, *(p for f in dataclasses.fields(x) for p in _inside(getattr(x, f.name)))]
-
-
-def _having(policy: Policy, field: str) -> list[Any]:
-    return [p for p in _inside(policy) if hasattr(p, field)]
-
-
-def shared_layers(policy: Policy) -> Policy:
-    """The same tokens in all layers: statistics are summed over layers, and the one decision is applied by each.
-
-    Raises:
-      ValueError: a policy that decides before a step, that changes what slots hold, or that is joint itself.
-    """
-    return SharedLayers(policy)
 
 
 def from_fn(fn: Callable[..., Array], budget: Count, *, observe: tuple[Observation, ...] = (), **fields: Any) -> Evict:

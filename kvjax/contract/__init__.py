@@ -20,7 +20,6 @@ from kvjax.contract.policy import unique as unique
 from kvjax.contract.policy import updated_parts as updated_parts
 from kvjax.contract.types import EMPTY as EMPTY
 from kvjax.contract.types import LAST as LAST
-from kvjax.contract.types import UNSCORED as UNSCORED
 from kvjax.contract.types import AttentionInputs as AttentionInputs
 from kvjax.contract.types import Context as Context
 from kvjax.contract.types import Decision as Decision

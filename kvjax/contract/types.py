@@ -16,7 +16,6 @@ from kvjax.pallas_kernels.pytree import pytree, static
 
 EMPTY = -1  # the position of a dead slot
 LAST = jnp.iinfo(jnp.int32).max  # later than any position
-UNSCORED = LAST - 1  # the position of a prompt's tokens that stay where others went by scores none of which is a number
 Phase = Literal["prefill", "decode", "replay"]
 Rotate: TypeAlias = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
 
@@ -121,6 +120,7 @@ class LayerView(Protocol):
       memory: what the policy remembers: the tree that `memory` listed.
       log_weight: the logarithm of what each slot counts in attention, None for one each.
       channels: the key channels that compaction keeps, None for all; of keys before rotation for positions by rank.
+      fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       how: what is static: positions, and what the policy writes.
       live: which slots hold a token.
       num_live: tokens of every head.
@@ -138,6 +138,8 @@ class LayerView(Protocol):
     def log_weight(self) -> Float[Array, "B K S"] | None: ...
     @property
     def channels(self) -> Int[Array, "B K _"] | None: ...
+    @property
+    def fault(self) -> Bool[Array, "B K"]: ...
     @property
     def how(self) -> Any: ...
     @property
@@ -338,8 +340,7 @@ class Decision:
       score: what they were ranked by.
       budgets: tokens that each head may keep.
       k, v, log_weight: what slots hold afterwards; None where they hold what they held.
-      unscored: heads of which tokens go, though no score is a number. What stays of them is at position `UNSCORED`,
-        which prefill and decoding refuse: no choice was made.
+      unscored: heads of which tokens go, though no score is a number: a `fault` of the layer.
     """
 
     keep: Bool[Array, "B K S"]

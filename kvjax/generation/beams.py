@@ -29,9 +29,9 @@ from kvjax.contract.checks import whole
 from kvjax.generation.loop import NO_TOKEN
 from kvjax.generation.sampling import Greedy
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.plan import Plan
 from kvjax.run.checks import check_logits, check_model, check_prompts, check_request, check_room, check_state
 from kvjax.run.mesh import on_mesh
+from kvjax.run.plan import Plan
 from kvjax.run.state import State
 from kvjax.run.steps import decode, read_prompts
 

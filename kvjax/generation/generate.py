@@ -17,7 +17,6 @@ from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.generation.loop import Decoding, begin, decoded, log_prob
 from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
 from kvjax.pallas_kernels.pytree import pytree
-from kvjax.plan import Plan
 from kvjax.run.checks import (
     as_array,
     check_logits,
@@ -30,6 +29,7 @@ from kvjax.run.checks import (
     traced,
 )
 from kvjax.run.mesh import on_mesh
+from kvjax.run.plan import Plan
 from kvjax.run.state import Prompts, State
 from kvjax.run.steps import read_prompts
 

@@ -6,25 +6,20 @@ Filters do what the logits processors of their names do in transformers, which a
 Letters: B batch, T tokens, V vocabulary.
 """
 
-import numbers
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.contract import Value
-from kvjax.contract.checks import positive, whole
+from kvjax.contract import Positive, Proportion, Size, Value
+from kvjax.pallas_kernels.kinds import Range
 
 _Logits = Float[Array, "B V"]
 _Seen = Bool[Array, "B V"] | None
 
 
-def _check_share(name: str, p: float) -> None:
-    if isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 < p <= 1:
-        raise ValueError(
-            f"{name}={p!r} must be a probability mass above 0 and at most 1; leave it out to keep all tokens"
-        )
+_Share = Annotated[float, Range(0, 1, above=True)]
 
 
 class Filter(Value):
@@ -50,7 +45,7 @@ class Filter(Value):
 
 
 class Chain(Filter):
-    """Filters in turn; made by `chain`.
+    """Filters in turn, from left to right; `Chain()` changes nothing.
 
     Attributes:
       filters: the first one first.
@@ -68,18 +63,6 @@ class Chain(Filter):
         return logits
 
 
-def chain(*filters: Filter) -> Filter:
-    """Filters in turn, from left to right; `chain()` changes nothing.
-
-    Raises:
-      ValueError: what is no filter.
-    """
-    if wrong := [f for f in filters if not isinstance(f, Filter)]:
-        raise ValueError(f"{wrong[0]!r} is no filter; give such as TopK(20), and the chain to Categorical(filter)")
-    flat = [g for f in filters for g in (f.filters if isinstance(f, Chain) else (f,))]
-    return flat[0] if len(flat) == 1 else Chain(tuple(flat))
-
-
 class RepetitionPenalty(Filter):
     """Makes tokens that a sequence has seen less likely: positive logits are divided, negative ones multiplied.
 
@@ -89,10 +72,7 @@ class RepetitionPenalty(Filter):
       penalty: above 1 against repetition, below 1 for it.
     """
 
-    penalty: float
-
-    def __post_init__(self):
-        positive("repetition_penalty", self.penalty)
+    penalty: Positive
 
     @property
     def reads_seen(self) -> bool:
@@ -112,10 +92,7 @@ class Temperature(Filter):
       temperature: below 1 for likelier tokens, above 1 for more even draws.
     """
 
-    temperature: float
-
-    def __post_init__(self):
-        positive("temperature", self.temperature)
+    temperature: Positive
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         return logits.astype(jnp.float32) / self.temperature
@@ -128,10 +105,7 @@ class TopK(Filter):
       k: how many.
     """
 
-    k: int
-
-    def __post_init__(self):
-        whole("top_k", self.k)
+    k: Size
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         logits = logits.astype(jnp.float32)
@@ -148,10 +122,7 @@ class TopP(Filter):
       p: the probability mass (nucleus sampling, arXiv 1904.09751).
     """
 
-    p: float
-
-    def __post_init__(self):
-        _check_share("top_p", self.p)
+    p: _Share
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         logits = logits.astype(jnp.float32)
@@ -171,10 +142,7 @@ class MinP(Filter):
       p: the share.
     """
 
-    p: float
-
-    def __post_init__(self):
-        _check_share("min_p", self.p)
+    p: _Share
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
@@ -249,25 +217,23 @@ class Sample(Sampler):
       repetition_penalty: makes tokens that were seen less likely; 1 for none.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self):
-        self.filter  # noqa: B018, it refuses nonsense
+    temperature: Positive = 1.0
+    top_k: Size | None = None
+    top_p: _Share = 1.0
+    min_p: Proportion = 0.0
+    repetition_penalty: Positive = 1.0
 
     @property
     def filter(self) -> Filter:
         """The filters that the options name."""
-        return chain(
-            *([] if self.repetition_penalty == 1 else [RepetitionPenalty(self.repetition_penalty)]),
+        each = (
+            None if self.repetition_penalty == 1 else RepetitionPenalty(self.repetition_penalty),
             Temperature(self.temperature),
-            *([] if self.top_k is None else [TopK(self.top_k)]),
-            *([] if self.top_p == 1 else [TopP(self.top_p)]),
-            *([] if self.min_p == 0 else [MinP(self.min_p)]),
+            None if self.top_k is None else TopK(self.top_k),
+            None if self.top_p == 1 else TopP(self.top_p),
+            None if self.min_p == 0 else MinP(self.min_p),
         )
+        return Chain(tuple(f for f in each if f is not None))
 
 
 def seen_tokens(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], vocab_size: int) -> Bool[Array, "B V"]:

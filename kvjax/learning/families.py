@@ -20,9 +20,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import Adaptive, Pyramid, Share
+from kvjax.compose.evict import Evict
 from kvjax.contract import Positive, Proportion, Value
 from kvjax.decide.select import ThenRandom
-from kvjax.evict import Evict
 from kvjax.learning.relax import with_table
 from kvjax.learning.soft import Pass, filled, mass_rank, simplex, soft_passes, soft_top_k
 from kvjax.pallas_kernels import kinds

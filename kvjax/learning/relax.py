@@ -27,9 +27,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.budgets import HeadShares, LayerShares
+from kvjax.compose.evict import Evict
 from kvjax.contract import MOST, LayerInfo, Policy, Prompts, Select, Slots, data
 from kvjax.decide.select import ThenRandom, TopK, TwoStage
-from kvjax.evict import Evict
 from kvjax.learning.soft import Pass, check_temperature, soft_passes
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.pytree import pytree

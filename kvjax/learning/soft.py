@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.evict import LARGE
+from kvjax.compose.evict import LARGE
 from kvjax.pallas_kernels import kinds
 
 _FAR = 1e4  # deviations from the mean: a gate is open or closed there at any temperature of use

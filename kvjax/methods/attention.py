@@ -1,8 +1,8 @@
 """Methods that accumulate attention, of prompt and generated text alike."""
 
 from kvjax.budgets import STEP, Combined, Of, Schedule, Share
+from kvjax.compose.evict import Evict
 from kvjax.contract import Cosine, Count, Odd, Positive, Proportion, Size
-from kvjax.evict import Evict
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated, History, LastRows, Mean, SparedByDeviation, ValuePrior, Votes
 from kvjax.scores.blends import Blend, LayerMean, Pooled

@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import STEP
+from kvjax.compose.evict import Evict
 from kvjax.contract import (
     Amount,
     AttentionInputs,
@@ -28,7 +29,6 @@ from kvjax.contract import (
     resolved,
     value,
 )
-from kvjax.evict import Evict
 from kvjax.observe import QuerySquares
 from kvjax.scores.attention import Recency
 

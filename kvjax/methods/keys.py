@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from kvjax.budgets import STEP
+from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
-from kvjax.evict import Evict
 from kvjax.observe import FutureQueries
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted

@@ -4,9 +4,9 @@ from typing import Literal
 
 import numpy as np
 
+from kvjax.compose.evict import Evict
 from kvjax.contract import Count, Prompts, resolve, value
 from kvjax.decide.select import ThenRandom
-from kvjax.evict import Evict
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated
 

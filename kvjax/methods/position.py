@@ -1,8 +1,8 @@
 """Methods that look at positions alone."""
 
 from kvjax.budgets import STEP, Schedule
+from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, Layout, Policy
-from kvjax.evict import Evict
 from kvjax.scores.attention import Recency, Uniform
 
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from kvjax.budgets import Adaptive, HeadShares, LayerShares, Pyramid
 from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Temperature, by_top_scores
+from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Cosine, Count, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.rewrite import Match, Merge, Reference, ReferenceAttention
 from kvjax.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
-from kvjax.evict import Evict
 from kvjax.observe import ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Accumulated, Repeated, Votes

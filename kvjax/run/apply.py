@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from kvjax.compose.evict import check_kept
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
-from kvjax.evict import check_kept, unscored
 from kvjax.observe import Keys, Reread
-from kvjax.plan import Plan, learns, own_params, planned
+from kvjax.run.plan import Plan, learns, own_params, planned
 from kvjax.storage import Storage, empty, to_pool
 
 
@@ -27,7 +27,7 @@ class HidesTokens(ValueError):
 def compacted(
     kv: Storage, ctx: Context, *, policy: Policy, capacity: int, ends: bool
 ) -> tuple[Storage, Bool[Array, "B"]]:
-    """Compacts a layer after a prompt or a block; also says which sequences lost live tokens or are unscored.
+    """Compacts a layer after a prompt or a block; also says which sequences lost live tokens or have a fault.
 
     Args:
       kv: the layer after its policy's update.
@@ -37,7 +37,7 @@ def compacted(
       ends: whether the prompt ends here; only then is the layer stored as the policy wants it.
     """
     pool = policy.layout.pool and ends
-    lost = ((kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity) | unscored(kv).any(-1)
+    lost = ((kv.num_live.sum(-1) if pool else kv.num_live.max(-1)) > capacity) | kv.fault.any(-1)
     if not ends:
         return kv.replace(channels=None).compact(capacity), lost
     if not pool:
@@ -73,7 +73,7 @@ def _update(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) ->
 
 
 def evict_layers(state: Any, stats: Any, *, grow: bool = True, ends: bool = True) -> tuple[Any, list[Bool[Array, "B"]]]:
-    """The state after its policy's update, and by layer which sequences lost live tokens or are unscored.
+    """The state after its policy's update, and by layer which sequences lost live tokens or have a fault.
 
     Args:
       state: the state, whose layers have read some tokens.
@@ -83,21 +83,21 @@ def evict_layers(state: Any, stats: Any, *, grow: bool = True, ends: bool = True
     layers, ctxs = update_layers(state, stats)
     state = dataclasses.replace(state, ready=ends, steady=grow or state.steady)
     if not grow:
-        return dataclasses.replace(state, layers=layers), [unscored(kv).any(-1) for kv in layers]
+        return dataclasses.replace(state, layers=layers), [kv.fault.any(-1) for kv in layers]
     each = zip(layers, ctxs, state.plan.layers, state.plan.capacities, strict=True)
     kept = [compacted(kv, ctx, policy=policy, capacity=n, ends=ends) for kv, ctx, policy, n in each]
     return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept)), [full for _, full in kept]
 
 
 def check_layers_kept(state: Any) -> None:
-    """Refuses a known state with a layer whose kept tokens are unscored, over the budget, or not numbers."""
+    """Refuses a known state with a layer that has a fault, or whose kept tokens are over the budget or not numbers."""
     steps = int((state.length > state.prompt_length).any()) and int(state.max_new_tokens.max())
     for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
         check_kept(policy, i, kv, state.hparams[i], steps)
 
 
 def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
-    """Refuses a known state in which `evict_layers` found sequences that lost live tokens or are unscored."""
+    """Refuses a known state in which `evict_layers` found sequences that lost live tokens or have a fault."""
     if bool(jnp.stack(lost).any()):
         check_layers_kept(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
@@ -195,4 +195,5 @@ def _stored_for(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
             'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
             "without a pool"
         )
-    return new.replace(k=kv.k, v=kv.v, pos=kv.pos, how=dataclasses.replace(new.how, mesh=kv.how.mesh))
+    how = dataclasses.replace(new.how, mesh=kv.how.mesh)
+    return new.replace(k=kv.k, v=kv.v, pos=kv.pos, fault=kv.fault, how=how)

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from kvjax.contract import MOST, Config, Model, PRNGKey
 from kvjax.contract.checks import whole
 from kvjax.observe import Reread
-from kvjax.plan import Plan
+from kvjax.run.plan import Plan
 from kvjax.run.state import Prompts, State
 
 

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.compose.evict import check_kept
 from kvjax.contract import Amount, Context, LayerInfo, Policy, PRNGKey, Size, Stats, compiled
 from kvjax.contract.checks import whole
-from kvjax.evict import check_kept
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.kinds import Arrays
-from kvjax.plan import layer_params
 from kvjax.run.checks import as_array, check_lengths
 from kvjax.run.layers import Attend
+from kvjax.run.plan import layer_params
 from kvjax.run.state import row_keys
 from kvjax.storage import Layer, empty
 

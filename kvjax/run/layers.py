@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Stats, unique
-from kvjax.evict import unscored
 from kvjax.observe import Keys
 from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -81,7 +80,6 @@ class Attend:
             rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
         k = k if by_rank else rotate(k, pos[:, None])
         slots = None if self.grow else kv.free(pos)
-        lost = () if slots is None else (((slots == kv.pos.shape[-1]) & (pos != EMPTY)[:, None]).any(2),)
         kv = kv.append(k, v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
 
@@ -104,8 +102,10 @@ class Attend:
         if self.evict:
             view = kv.told(rotate)
             kv = kv.put(view, policy.update(view, Stats(found), ctx))
-            if not self.grow and ctx.phase == "prefill":
-                lost = *lost, unscored(kv)
+        lost = ()
+        if slots is not None:
+            gone = (slots == kv.pos.shape[-1]) | kv.fault[..., None]
+            lost = ((gone & (pos != EMPTY)[:, None]).any(2),)
         return out.out, kv, (tuple(found.values()) if self.gives else (), lost)
 
 

@@ -17,9 +17,9 @@ from jaxtyping import Int
 from kvjax.contract import Amount, Config, Policy, Size
 from kvjax.observe import Reread
 from kvjax.pallas_kernels.xla import head_block_size
-from kvjax.plan import Plan, infos_of, init_policy_params, planned
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
+from kvjax.run.plan import Plan, infos_of, init_policy_params, planned
 from kvjax.run.reread import after_replay, block_rows, rereads
 from kvjax.run.state import AttnStats, State, empty_state, row_keys
 from kvjax.storage import Storage
@@ -33,7 +33,7 @@ class Memory:
 
     Attributes:
       run: what was planned: sequences, tokens, dtype.
-      keys_values, positions: of all slots, dead ones included.
+      keys_values, positions: of all slots, dead ones included; with the positions, which heads have a fault.
       remembered: what the policy remembers of slots and heads.
       weights: log weights of slots, the channels that thin keys have left, the ends of heads in a pool.
       sequences: lengths, keys of draws, the policy's budgets and learned parameters.
@@ -130,7 +130,7 @@ def plan_memory(
     return Memory(
         run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
         keys_values=_bytes([(kv.k, kv.v) for kv in layers]),
-        positions=_bytes([kv.pos for kv in layers]),
+        positions=_bytes([(kv.pos, kv.fault) for kv in layers]),
         remembered=_bytes([kv.memory for kv in layers]),
         weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
         sequences=_bytes(dataclasses.replace(state, layers=())),

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, PyTree
 
 from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, PRNGKey, unique
 from kvjax.observe import Reread
-from kvjax.plan import infos_of, learns, planned
 from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_model, check_positions, check_prompts, traced
 from kvjax.run.forward import forward
+from kvjax.run.plan import infos_of, learns, planned
 from kvjax.run.reread import check_rereads, repeated
 from kvjax.run.state import AttnStats, Prompts, State
 from kvjax.run.steps import read_prompts, start

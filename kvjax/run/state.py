@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
+from kvjax.compose.evict import evicts
 from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats
 from kvjax.decide.rewrite import Match
-from kvjax.evict import evicts
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.plan import Plan, fitted, own_params
 from kvjax.run import apply
+from kvjax.run.plan import Plan, fitted, own_params
 from kvjax.storage import Storage, empty
 
 
@@ -114,8 +114,8 @@ class State:
         """The state with the slots alone that its tokens need, and those that may still come. Outside of `jit`.
 
         Before a prompt is read, a layer has slots for all that it might keep. Where layers compete most of them stay
-        empty, and only the prompt tells which. Sizes are rounded up by an eighth at most, so that prompts share
-        programs. What is held, and what follows, is the same.
+        empty, and only the prompt tells which. Sizes are rounded up, by a quarter or 15 at most, so that prompts
+        share programs. What is held, and what follows, is the same.
 
         Raises:
           ValueError: a traced state, or one whose prompt has not been read to its end.

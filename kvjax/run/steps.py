@@ -18,9 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
 from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
-from kvjax.plan import Plan
 from kvjax.run.apply import check_layers_kept, check_lost, evict_layers
-from kvjax.run.buckets import plan_request
 from kvjax.run.checks import (
     as_array,
     check_block,
@@ -35,6 +33,7 @@ from kvjax.run.checks import (
 )
 from kvjax.run.layers import step
 from kvjax.run.mesh import check_mesh, on_mesh, placed
+from kvjax.run.plan import Plan, plan_request
 from kvjax.run.reread import check_rereads, repeated, rereads
 from kvjax.run.state import Prompts, State, empty_state, row_keys
 

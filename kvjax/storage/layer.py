@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.contract import EMPTY, LAST, UNSCORED, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
 from kvjax.pallas_kernels import Logits, attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
 from kvjax.pallas_kernels.logits import linear_bias
@@ -63,7 +63,8 @@ class Layer(Storage):
     def _put(self, view: LayerView, changed: dict[str, Array]) -> "Layer":
         if "k" in changed and self._packed:
             changed["k"] = jnp.take_along_axis(changed["k"], cast(Array, self.channels)[:, :, None], -1)
-        return self.replace(pos=view.pos, memory=view.memory, channels=view.channels, **changed)
+        told = {n: getattr(view, n) for n in ("pos", "fault", "memory", "channels")}
+        return self.replace(**told, **changed)
 
     # Whether keys have the channels alone that are left.
     _packed = property(lambda self: self.channels is not None and self.channels.shape[-1] == self.k.shape[-1])
@@ -89,8 +90,6 @@ class Layer(Storage):
         return jnp.argsort(jnp.argsort(jnp.where(self.live, self.pos, LAST), axis=-1), axis=-1)
 
     def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-        if self.how.mesh is None:
-            return dead_slots(self.pos, pos)
         each = jnp.broadcast_to(pos[:, None], (*self.pos.shape[:2], pos.shape[1]))
         return apart(self.how.mesh, lambda held, pos: dead_slots(held, pos[:, 0]), self.pos, each)
 
@@ -104,9 +103,8 @@ class Layer(Storage):
         if self._packed:
             k = jnp.take_along_axis(k, cast(Array, self.channels)[:, :, None], -1)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        if slots is None or self.how.mesh is None:
-            return self._filled(k, v, each, slots)
-        return apart(self.how.mesh, Layer._filled, self, k, v, each, slots)
+        mesh = None if slots is None else self.how.mesh
+        return apart(mesh, Layer._filled, self, k, v, each, slots)
 
     def _filled(self, k: Array, v: Array, pos: Array, slots: Array | None) -> "Layer":
         """Writes new rows to these slots, or behind all; a single row, that of a decode step, without an axis for rows.
@@ -170,7 +168,7 @@ class Layer(Storage):
                 raise ValueError("indices of slots cannot be combined with until or log_weight; give a mask")
             if q.shape[2] > 1:
                 return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
-            read, bias = _of_row(pos[:, :, None], read, bias, reads, G)
+            read, bias = of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
             return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, own=own, **how)
         slot = jnp.maximum(index, 0)
@@ -215,7 +213,7 @@ class Layer(Storage):
 # ------------------------------------------------------------------------------------------------- attention
 
 
-def _of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
+def of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
     """(positions of the slots that one row "B 1 1" reads, what is added to their logits)."""
     read = read if reads.until is None else jnp.where(row < reads.until, read, EMPTY)
     if reads.log_weight is None:
@@ -305,19 +303,18 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-    """A different dead slot for each row but padding; S where there is none, or in `unscored` heads.
+    """A different dead slot for each row but padding; S where there is none.
 
     One row, that of a decode step, finds in one pass over `held` whether it has a slot and which.
     """
     S = held.shape[2]
     if pos.shape[1] == 1:
         slot = jnp.where(held == EMPTY, lax.broadcasted_iota(jnp.int32, held.shape, 2), S)
-        first = jnp.where(held == UNSCORED, -1, slot).min(-1, keepdims=True)
-        return jnp.where(first < 0, S, first)
-    free, lost = held == EMPTY, (held == UNSCORED).any(-1, keepdims=True)
+        return slot.min(-1, keepdims=True)
+    free = held == EMPTY
     order = jnp.argsort(~free, axis=-1, stable=True)
     nth, real = jnp.cumsum(pos != EMPTY, axis=-1)[:, None] - 1, (pos != EMPTY)[:, None]
-    fits = real & (nth < free.sum(-1, keepdims=True)) & ~lost
+    fits = real & (nth < free.sum(-1, keepdims=True))
     return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
 
 
@@ -358,4 +355,5 @@ def empty(
     weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
     how = Keeps(*where, tuple(writes), per_head)
-    return Layer(zeros, zeros, jnp.full(zeros.shape[:3], EMPTY, jnp.int32), arrays, weight, how=how)
+    pos, fault = jnp.full(zeros.shape[:3], EMPTY, jnp.int32), jnp.zeros((batch, K), bool)
+    return Layer(zeros, zeros, pos, fault, arrays, weight, how=how)

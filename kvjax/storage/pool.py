@@ -10,7 +10,7 @@ from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.pallas_kernels import Logits, pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.storage.layer import Layer, dead_slots, in_order, write_rows
+from kvjax.storage.layer import Layer, dead_slots, in_order, of_row, write_rows
 from kvjax.storage.mesh import DATA, apart
 from kvjax.storage.protocol import Keeps, Storage
 
@@ -69,11 +69,12 @@ class Pool(Storage):
         spread = lambda x: jnp.where(mine.reshape(mine.shape + (1,) * (x.ndim - 2)), x[:, None], zero(x))
         weight = None if self.log_weight is None else spread(self.log_weight)
         k, v, memory = copy(self.k), copy(self.v), self.how.of_slots(spread, self.memory)
-        return Layer(k, v, self.head_pos, memory, weight, how=self.how)
+        return Layer(k, v, self.head_pos, self.fault, memory, weight, how=self.how)
 
     def _put(self, view: LayerView, changed: dict[str, Array]) -> "Pool":
         written = {n: self._own(x) for n, x in changed.items()}
-        return self.replace(pos=self._own(view.pos), memory=self.how.of_slots(self._own, view.memory), **written)
+        memory = self.how.of_slots(self._own, view.memory)
+        return self.replace(pos=self._own(view.pos), fault=view.fault, memory=memory, **written)
 
     def _own(self, x: Shaped[Array, "B K P *rest"]) -> Shaped[Array, "B P *rest"]:
         """Each slot's entry for the head that owns it, of an array with all slots in every head."""
@@ -166,14 +167,12 @@ class Pool(Storage):
 
     def _of_row(self, row: Array, reads: Reads, mine: Array, group: int) -> tuple[Array, Array | None]:
         """(positions of the slots that one row "B 1" reads, what is added to their logits "B G P")."""
-        read, bias = self.pos, self.bias(group)
-        read = read if reads.visible is None else jnp.where((reads.visible & mine).any(1), read, EMPTY)
-        read = read if reads.until is None else jnp.where(row < self._own(reads.until), read, EMPTY)
-        if reads.log_weight is None:
-            return read, bias
-        own = lambda x: self._own(jnp.broadcast_to(x, mine.shape))
-        more = jnp.where(row - self.pos >= own(reads.delay), own(reads.log_weight), 0.0)[:, None]
-        return read, jnp.broadcast_to(more, (len(more), group, more.shape[2])) + (0.0 if bias is None else bias)
+        read = self.pos if reads.visible is None else jnp.where((reads.visible & mine).any(1), self.pos, EMPTY)
+        own = lambda x: self._own(jnp.broadcast_to(x, mine.shape))[:, None]
+        until, weight = (None if x is None else own(x) for x in (reads.until, reads.log_weight))
+        reads = Reads(None, until, weight, own(reads.delay))
+        read, bias = of_row(row[:, None], read[:, None], self.bias(group), reads, group)
+        return read[:, 0], bias
 
     def compact(self, capacity: int) -> Storage:
         return self.view().compact(capacity)
@@ -209,7 +208,7 @@ def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
 
     weight = None if kv.log_weight is None else move(kv.log_weight)
     k, v, pos, ends = move(kv.k), move(kv.v), move(kv.pos, EMPTY), ends.astype(jnp.int32)
-    return Pool(k, v, pos, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
+    return Pool(k, v, pos, kv.fault, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
 
 
 def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> Int[Array, "B K"]:

@@ -48,6 +48,7 @@ class Storage(abc.ABC):
     Attributes:
       k, v: keys and values.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       axes: those of a mesh that the first axes of all arrays lie on.
     """
 
@@ -56,6 +57,7 @@ class Storage(abc.ABC):
     k: Float[Array, "B *slots _"]
     v: Float[Array, "B *slots H"]
     pos: Int[Array, "B *slots"]
+    fault: Bool[Array, "B K"]
 
     @property
     @abc.abstractmethod
@@ -113,7 +115,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def free(self, pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
-        """A dead slot of each head for each new row; the number of slots where there is none, or in `unscored` heads.
+        """A dead slot of each head for each new row; the number of slots where there is none.
 
         Args:
           pos: positions of the rows. A row at `EMPTY` is padding.
@@ -194,5 +196,5 @@ class Storage(abc.ABC):
     def where(self: S, active: Bool[Array, "B"], old: S) -> S:
         """This storage for active sequences and `old` for others, whose dead slots may hold anything."""
         pick = lambda x, y: jnp.where(active.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
-        names = {"pos", "memory"} | set(self.how.writes)
+        names = {"pos", "fault", "memory"} | set(self.how.writes)
         return self.replace(**{n: jax.tree.map(pick, getattr(self, n), getattr(old, n)) for n in sorted(names)})

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -25,14 +26,15 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from kvjax.contract import Model, Policy, Size, place
+from kvjax.contract import MOST, Model, Policy, Size, place
 from kvjax.pallas_kernels.kinds import Amount, check_fields
-from kvjax.plan import infos_of, planned
 from kvjax.run.checks import check_model
 from kvjax.run.memory import read_shapes
+from kvjax.run.plan import infos_of, planned
 from kvjax.run.state import State
 
 _Path = str | os.PathLike[str]
+_FAULT = ".fault"  # how the paths of `Storage.fault` end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,14 @@ def write_state(path: _Path, model: Model, params: PyTree, state: State, policy:
         "steady": state.steady,
         "notes": notes,
     }
-    _write(path, {f"{i:05}": _plain(x) for i, x in enumerate(jax.tree.leaves(state))}, words)
+    _write(path, dict(zip(_names(state), map(_plain, jax.tree.leaves(state)), strict=True)), words)
+
+
+def _names(state: State) -> list[str]:
+    """A name for each array: its number among all but faults, which earlier files lack."""
+    number = itertools.count()
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return [path if path.endswith(_FAULT) else f"{next(number):05}" for path in paths]
 
 
 def load_state(path: _Path, model: Model, params: PyTree, *, policy: Policy) -> State:
@@ -124,8 +133,10 @@ def read_state(path: _Path, model: Model, params: PyTree, policy: Policy) -> tup
     lengths, config = np.asarray(words.lengths, np.int32), model.config
     plan, hparams = planned(policy, infos_of(config, policy, *words.sizes), lengths)
     plan = dataclasses.replace(plan, capacities=words.capacities, fitted=words.fitted)
-    leaves, tree = jax.tree.flatten(read_shapes(config, policy, plan, hparams, lengths)[0])
-    wanted = {f"{i:05}": jax.eval_shape(_plain, x) for i, x in enumerate(leaves)}
+    shapes = read_shapes(config, policy, plan, hparams, lengths)[0]
+    leaves, tree = jax.tree.flatten(shapes)
+    wanted = {name: jax.eval_shape(_plain, x) for name, x in zip(_names(shapes), leaves, strict=True)}
+    arrays = {name: jnp.zeros(x.shape, bool) for name, x in wanted.items() if name.endswith(_FAULT)} | arrays
     here, there = ({(name, x.shape, x.dtype) for name, x in each.items()} for each in (wanted, arrays))
     if here != there:
         raise ValueError(
@@ -138,7 +149,9 @@ def read_state(path: _Path, model: Model, params: PyTree, policy: Policy) -> tup
     state = tree.unflatten(map(wrap, wanted, leaves))
     if (read := tuple(state.prompt_length.tolist())) != words.lengths:
         raise ValueError(f"{path} says lengths={words.lengths}, but its prompts have {read} tokens; save it anew")
-    return dataclasses.replace(state, steady=words.steady), words.notes
+    marked = lambda kv: kv.fault | (kv.head_pos >= MOST).any(-1)  # earlier files have a position that no token has
+    layers = tuple(kv.replace(fault=marked(kv)) for kv in state.layers)
+    return dataclasses.replace(state, layers=layers, steady=words.steady), words.notes
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from kvjax.generation.interrupts import uninterrupted
 from kvjax.generation.loop import Decoding, decoded, log_prob
 from kvjax.run.checks import as_array, check_ids, check_model, check_positions, traced
 from kvjax.run.state import Prompts, State
-from kvjax.run.steps import decode, read_prompts
-from kvjax.text.stream import HORIZON, endless, endless_plan
+from kvjax.run.steps import decode
+from kvjax.text.stream import read_endless
 
 _decode = jax.jit(decode, static_argnums=0)
 
@@ -40,17 +40,13 @@ class Reader(Iterator[np.ndarray]):
         self._model, self._params, self._chunk, self._lent = model, params, chunk, False
         self._tokens = iter(tokens)
         self._waiting: list[Any] = []
-        self._at: Decoding | None
+        self._at: Decoding | None = None
         prompt = self._next(width)
         if not prompt.size:
             raise ValueError("there are no tokens to read; give at least one, such as BOS")
         B, T = prompt.shape
         lengths = np.full(B, T, np.int32)
-        prompts = Prompts(prompt, lengths)
-        plan = endless_plan(model.config, policy, prompts)
-        check_positions(model.config, plan, lengths, 0)
-        logits, state = read_prompts(model, params, prompts, policy, HORIZON, key=key, plan=plan, warns=False)
-        self._logits, self._state, self._at = logits, endless(state), None
+        self._logits, self._state = read_endless(model, params, Prompts(prompt, lengths), policy, key=key)
         self._waiting, self.num_tokens, self._prompt = [], T, lengths
         self._ready: list[np.ndarray] = []  # losses that nobody has got yet
 

@@ -23,9 +23,9 @@ from kvjax.generation.generate import given_tokens
 from kvjax.generation.loop import decoded
 from kvjax.generation.sampling import Greedy, Sampler
 from kvjax.pallas_kernels.kinds import Amount, Range, check_fields
-from kvjax.run.buckets import bucket
 from kvjax.run.checks import check_ids, check_model, check_prompts, check_request, end_ids
 from kvjax.run.compiled import keep_compiled
+from kvjax.run.plan import bucket
 from kvjax.run.state import State, checked_key, row_keys
 from kvjax.run.steps import read_prompts
 from kvjax.text.dialogue import Dialogue, check_context
@@ -125,9 +125,7 @@ class Session:
             "block": block,
             "buckets": buckets,
         }
-        self._planned = self._options["max_turns"] * (
-            self._options["max_question_tokens"] + self._options["max_new_tokens"]
-        )
+        self._planned = max_turns * (max_question_tokens + max_new_tokens)
         self._dialogues: tuple[Dialogue, ...] = ()
         self._state: Any = None
         self._compiled: set[Any] = set()  # of which questions

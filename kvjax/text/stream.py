@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import MOST, Amount, Config, LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
+from kvjax.contract import MOST, Amount, LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
 from kvjax.generation.generate import seen_of
 from kvjax.generation.interrupts import uninterrupted
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, decoded
 from kvjax.generation.sampling import Greedy, Sampler
-from kvjax.plan import Plan, infos_of, planned
 from kvjax.run.checks import check_model, check_positions, check_prompts, check_request, traced
+from kvjax.run.plan import Plan, infos_of, planned
 from kvjax.run.state import Prompts, State
 from kvjax.run.steps import read_prompts
 from kvjax.text.encode import TextPieces, check_tokenizer, encode, is_chat
@@ -226,31 +226,25 @@ def stream(
     prompts = check_prompts(model, prompt, lengths, attention_mask)
     if traced(*jax.tree.leaves((params, tuple(prompts), key))):
         raise ValueError("a stream runs step by step outside of jit, but an argument is traced; use kvjax.generate")
-    if max_new_tokens is None:
-        steps, plan = HORIZON, endless_plan(model.config, policy, prompts)
-    else:
-        steps = max_new_tokens
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "buckets": buckets}
-    how["warns"] = max_new_tokens is not None
-    logits, state = read_prompts(model, params, prompts, policy, steps, **how)
-    state = endless(state) if max_new_tokens is None else state
+    if max_new_tokens is None:
+        logits, state = read_endless(model, params, prompts, policy, **how)
+    else:
+        logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
     at = begin(logits, state, seen_of(model, prompts) if sampler.reads_seen else None, sampler=sampler, ends=ends)
     pieces = None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in at.token]
     how = {"pieces": pieces, "ends": ends, "sampler": sampler, "pad_id": pad_id}
     return Stream(model, params, at, max_new_tokens=max_new_tokens, **how)
 
 
-def endless(state: State) -> State:
-    """A state whose new tokens are limited by positions alone."""
-    return dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))
+def read_endless(
+    model: Model, params: PyTree, prompts: Prompts, policy: Policy, **how: Any
+) -> tuple[Float[Array, "B V"], State]:
+    """Reads prompts that were checked into a state whose new tokens are limited by positions alone.
 
-
-def endless_plan(config: Config, policy: Policy, prompts: Prompts) -> Plan:
-    """The plan for a stream without an end, under a policy that does not grow with it.
-
-    Neither may its slots grow, nor its data, as FastGen's number a position does.
+    Neither the policy's slots may grow with what follows, nor its data, as FastGen's number a position does.
     """
-    run = lambda n: planned(policy, infos_of(config, policy, prompts.tokens.shape[1], n), prompts.lengths)
+    run = lambda n: planned(policy, infos_of(model.config, policy, prompts.tokens.shape[1], n), prompts.lengths)
     few, many = run(HORIZON), run(2 * HORIZON)
     held = lambda plan, data: plan.num_slots + sum(np.size(x) for x in jax.tree.leaves(data))
     if held(*few) != held(*many):
@@ -259,4 +253,7 @@ def endless_plan(config: Config, policy: Policy, prompts: Prompts) -> Plan:
             f"{held(*many):,} for twice as many; without an end, use a policy that evicts while decoding, such as "
             "kvjax.methods.h2o(512), or give a number of tokens"
         )
-    return few[0]
+    check_positions(model.config, few[0], np.asarray(prompts.lengths), 0, how.get("block"))
+    how |= {"plan": few[0], "warns": False}
+    logits, state = read_prompts(model, params, prompts, policy, HORIZON, **how)
+    return logits, dataclasses.replace(state, max_new_tokens=jnp.full_like(state.max_new_tokens, MOST - 1))

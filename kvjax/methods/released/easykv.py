@@ -5,9 +5,9 @@ from typing import Literal
 
 from kvjax.budgets import STEP, Combined, Schedule
 from kvjax.compose import chain
+from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, Policy, Proportion, Score, Size, value
 from kvjax.decide.select import TopK
-from kvjax.evict import Evict
 from kvjax.methods.attention import roco
 from kvjax.methods.position import random, window
 from kvjax.methods.released.counts import BlockBudget, Truncated, WholeIfShort

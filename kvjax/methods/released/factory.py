@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Count, Layout, NonNegative, Odd, Size
-from kvjax.evict import Evict
 from kvjax.methods.attention import h2o, scissorhands
 from kvjax.methods.hidden import FirstLayers
 from kvjax.methods.keys import knorm

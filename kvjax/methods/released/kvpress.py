@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
+from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
-from kvjax.evict import Evict
 from kvjax.methods.keys import compactor, curdkv, expected_attention, kvzap, lagkv
 from kvjax.methods.position import random, streaming_llm
 from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Truncated

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from kvjax.budgets import Above, Adaptive, Combined, Of, Schedule, Share
 from kvjax.compose import shared_layers
 from kvjax.compose.across import AcrossLayers
+from kvjax.compose.evict import Evict
 from kvjax.contract import (
     Amount,
     AtLeastOne,
@@ -21,7 +22,6 @@ from kvjax.contract import (
     Score,
     Size,
 )
-from kvjax.evict import Evict
 from kvjax.methods.attention import ahakv, keyformer, r_kv, scissorhands, tova
 from kvjax.methods.hidden import FirstLayers, dilated_window
 from kvjax.methods.nacl import nacl

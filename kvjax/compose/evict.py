@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.budgets import LONGEST, Even, Schedule
 from kvjax.contract import (
     MOST,
-    UNSCORED,
     AttentionInputs,
     Context,
     Count,
@@ -203,7 +202,7 @@ class Evict(Policy):
 
     def ranked(
         self, kv: LayerView, stats: Stats, ctx: Context, *, entering: bool = False, at_most_one: bool = False
-    ) -> tuple[Slots, Float[Array, "B K S"], Int[Array, "B"]]:
+    ) -> tuple[Slots, Float[Array, "B K S"], Bool[Array, "B K"]]:
         """The slots, with finite scores of all candidates.
 
         Args:
@@ -212,15 +211,8 @@ class Evict(Policy):
           at_most_one: whether no head exceeds its budget by more than one token.
 
         Returns:
-          The slots, their scores without a gradient, and how many tokens of each head are outside of the competition.
+          The slots, their scores without a gradient, and heads of which no candidate's score is a number.
         """
-        slots, score, _ = self._ranked(kv, stats, ctx, entering, at_most_one)
-        return slots, score, self._outside(ctx)
-
-    def _ranked(
-        self, kv: LayerView, stats: Stats, ctx: Context, entering: bool, at_most_one: bool
-    ) -> tuple[Slots, Float[Array, "B K S"], Bool[Array, "B K"]]:
-        """(slots, finite scores without a gradient, heads of which no candidate's score is a number)."""
         hparams = ctx.hparams
         first, last = hparams.sinks[:, None, None], (ctx.length - hparams.recent)[:, None, None]
         newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
@@ -237,7 +229,7 @@ class Evict(Policy):
             score = jnp.where(kv.pos > (ctx.length - int(entering) - ctx.window)[:, None, None], score, -LARGE)
         return slots, lax.stop_gradient(score), unscored
 
-    def _outside(self, ctx: Context) -> Int[Array, "B"]:
+    def outside(self, ctx: Context) -> Int[Array, "B"]:
         """Tokens that each head keeps in any case."""
         hparams = ctx.hparams
         return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, int(self.when.before)), hparams.budget)
@@ -261,9 +253,9 @@ class Evict(Policy):
           entering, at_most_one: as for `ranked`.
           drop: the fewest tokens that a head loses.
         """
-        slots, score, unscored = self._ranked(kv, stats, ctx, entering, at_most_one)
+        slots, score, unscored = self.ranked(kv, stats, ctx, entering=entering, at_most_one=at_most_one)
         now, later = self._divided(score, slots) if shares is None else (shares, shares)
-        budgets = jnp.broadcast_to(now + self._outside(ctx)[:, None], kv.pos.shape[:2])
+        budgets = jnp.broadcast_to(now + self.outside(ctx)[:, None], kv.pos.shape[:2])
         if drop is not None:
             budgets = jnp.clip(kv.num_live - drop, 0, budgets)
         keep = self.select(score, budgets, slots.of("select"))
@@ -280,7 +272,7 @@ class Evict(Policy):
             keep = whole = some = keep | (slots.protected & fits[:, None, None])
         goes, chosen = (kv.live & ~whole).any(-1), (slots.candidates & some).any(-1)
         if self.heads is not None or shares is not None:  # scores decide too how much a head gets
-            chosen = chosen | (ctx.hparams.budget > self._outside(ctx))[:, None]
+            chosen = chosen | (ctx.hparams.budget > self.outside(ctx))[:, None]
         unscored = unscored & goes & chosen if ctx.phase == "prefill" else None
         decision = Decision(keep, score, budgets, log_weight=weight, unscored=unscored)
         if self.rewrite is None:
@@ -294,7 +286,7 @@ class Evict(Policy):
 
     def _divided(self, score: Float[Array, "B K S"], slots: Slots) -> tuple[Int[Array, "B _"], Int[Array, "B _"]]:
         """The shares of heads at this eviction and at later ones, below 0 until something is evicted."""
-        ctx, outside = slots.ctx, self._outside(slots.ctx)
+        ctx, outside = slots.ctx, self.outside(slots.ctx)
         average = ctx.hparams.budget - outside
         if self.heads is None:
             return average[:, None], average[:, None]
@@ -308,7 +300,7 @@ class Evict(Policy):
         later = jnp.where((before < 0) & goes, lasting, before)
         return jnp.where(later < 0, found, later), later
 
-    def updated(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+    def update_memory(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after its parts' memory was updated by the rows just read."""
         slots = Slots(kv, stats, ctx, kv.live, jnp.zeros_like(kv.live), kv.memory, ctx.hparams, ctx.params)
         return kv.replace(memory=updated_parts(self, slots))
@@ -316,7 +308,7 @@ class Evict(Policy):
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         if ctx.phase == "decode" and not self.when.decodes:
             return kv
-        kv = self.updated(kv, stats, ctx)
+        kv = self.update_memory(kv, stats, ctx)
         if ctx.phase == "decode":
             return kv if self.when.before else self._after_step(kv, stats, ctx)
         return self._evicted(kv, stats, ctx) if self.when.prefill else kv
@@ -329,7 +321,7 @@ class Evict(Policy):
             decision, shares = self.choose(kv, stats, ctx, **how)
         else:
             before, budget = kv.memory.shares, ctx.hparams.budget[:, None]
-            here = jnp.where(before < 0, budget - self._outside(ctx)[:, None], before)
+            here = jnp.where(before < 0, budget - self.outside(ctx)[:, None], before)
             same = lambda: (self.choose(kv, stats, ctx, here, at_most_one=at_most_one, **how)[0], before)
             anew = ((before < 0) & (kv.num_live > budget)).any()
             decision, shares = lax.cond(anew, lambda: self.choose(kv, stats, ctx, **how), same)
@@ -360,7 +352,7 @@ class Evict(Policy):
         budget = ctx.hparams.budget[:, None]
         if not self._keeps_shares:
             return budget
-        return jnp.where(kv.memory.shares < 0, budget, kv.memory.shares + self._outside(ctx)[:, None])
+        return jnp.where(kv.memory.shares < 0, budget, kv.memory.shares + self.outside(ctx)[:, None])
 
     def _due(self, kv: LayerView, ctx: Context) -> tuple[Bool[Array, "B K"], Int[Array, "B 1"] | None]:
         """(which heads evict at this step, the fewest tokens that they lose)."""
@@ -411,26 +403,17 @@ def apply_decision(kv: LayerView, decision: Decision) -> LayerView:
         if getattr(x, "shape", None) != shapes[n]:
             what = f"of shape {x.shape}" if hasattr(x, "shape") else f"as a {type(x).__name__}"
             raise ValueError(f"a decision gives {n} {what}, but the layer has {n} of shape {shapes[n]}; give all of it")
-    keep = decision.keep
-    if decision.unscored is not None:  # of such a head a token stays in any case, to bear the mark
-        keep = keep | (decision.unscored[..., None] & (kv.pos == kv.pos.max(-1, keepdims=True)))
-    kv = kv.keep(keep)
-    if decision.unscored is not None:
-        kv = kv.replace(pos=jnp.where(decision.unscored[..., None] & kv.live, UNSCORED, kv.pos))
-    return kv.replace(**{n: x.astype(getattr(kv, n).dtype) for n, x in written.items()})
+    fault = kv.fault if decision.unscored is None else kv.fault | decision.unscored
+    fields = {n: x.astype(getattr(kv, n).dtype) for n, x in written.items()}
+    return kv.keep(decision.keep).replace(fault=fault, **fields)
 
 
 def _with_shares(kv: LayerView, shares: Int[Array, "B K"]) -> LayerView:
     return kv.replace(memory=Tree(**{**vars(kv.memory), "shares": shares}))
 
 
-def unscored(kv: Any) -> Bool[Array, "B K"]:
-    """The heads that evicted tokens of the prompt, though no score was a number."""
-    return (kv.view().pos == UNSCORED).any(-1)
-
-
 def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0) -> None:
-    """Refuses a layer whose kept tokens are unscored, over the budget, or not numbers (outside of `jit`).
+    """Refuses a layer with a `fault`, or whose kept tokens are over the budget, or not numbers (outside of `jit`).
 
     Args:
       policy: the layer's policy.
@@ -443,7 +426,7 @@ def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0
       ValueError: tokens of the prompt went, though no score was a number; a selection kept more tokens than its budget;
         what was written to slots that stay is not a number.
     """
-    if (lost := np.asarray(unscored(kv))).any():
+    if (lost := np.asarray(kv.fault)).any():
         names = ", ".join(dict.fromkeys(type(p.score).__name__ for p in evicts(policy))) or type(policy).__name__
         raise ValueError(
             f"{names} gives no token a score that is a number (NaN in layer {layer}, in {lost.sum()} of {lost.size} kv "
@@ -478,10 +461,20 @@ def _of_prompts(part: Part) -> Part | None:
     return next((found for x in children(part) if (found := _of_prompts(x))), None)
 
 
+def _inside(x: Any) -> list[Policy]:
+    """A policy, or a tuple of policies, and those that they are made of."""
+    if isinstance(x, tuple):
+        return [p for y in x for p in _inside(y)]
+    if not isinstance(x, Policy):
+        return []
+    return [x, *_inside(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))]
+
+
 def evicts(x: Any) -> list[Evict]:
     """The `Evict` policies inside of a policy, or of a tuple of policies."""
-    if isinstance(x, tuple):
-        return [p for y in x for p in evicts(y)]
-    if isinstance(x, Evict) or not isinstance(x, Policy):
-        return [x] if isinstance(x, Evict) else []
-    return evicts(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))
+    return [p for p in _inside(x) if isinstance(p, Evict)]
+
+
+def having(policy: Policy, field: str) -> list[Any]:
+    """The policies inside of one that have a field."""
+    return [p for p in _inside(policy) if hasattr(p, field)]

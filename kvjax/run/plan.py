@@ -12,7 +12,10 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, value
 
-_TILE, _STEP = 8, 16  # what slots are rounded up to: rows of a tile that a kernel reads; where layers differ
+_TILE, _STEP = (
+    8,
+    16,
+)  # what sizes are rounded up to: rows of a tile that a kernel reads; where they differ
 
 
 @value
@@ -95,6 +98,15 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
     return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(i)) for i in range(L))
 
 
+def bucket(n: int) -> int:
+    """Rounds n tokens up: to a multiple of 16, beyond 128 to one of four sizes in a power of two.
+
+    So a size is less than 16 tokens larger than n, or at most a quarter.
+    """
+    step = max(_STEP, 1 << max((n - 1).bit_length() - 3, 0))
+    return -(-n // step) * step
+
+
 def make_plan(
     config: Config,
     policy: Policy,
@@ -120,13 +132,8 @@ def make_plan(
 
 
 def fitted(plan: Plan, need: Sequence[Size]) -> Plan:
-    """The plan with so many slots in each layer, or few more: an eighth at most, so that runs share programs."""
-
-    def rounded(n: int) -> int:
-        step = max(_STEP, 1 << max((n - 1).bit_length() - 3, 0))
-        return -(-n // step) * step
-
-    capacities = tuple(min(rounded(int(n)), most) for n, most in zip(need, plan.capacities, strict=True))
+    """The plan with so many slots in each layer, rounded up (`bucket`), so that runs share programs."""
+    capacities = tuple(min(bucket(int(n)), most) for n, most in zip(need, plan.capacities, strict=True))
     return dataclasses.replace(plan, capacities=capacities, fitted=True)
 
 
@@ -182,6 +189,38 @@ def planned(
     # Of traced lengths there may be no prompt as long as the longest.
     _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need, held)
     return plan, hparams
+
+
+def plan_request(
+    config: Config,
+    policy: Policy,
+    lengths: Int[np.ndarray, "B"] | Int[Array, "B"],
+    width: int,
+    max_new_tokens: int,
+    *,
+    plan: Plan | None = None,
+    buckets: bool = False,
+) -> tuple[Plan, tuple[Any, ...]]:
+    """The sizes that a request is compiled for, those of `plan` if there is one, and the policy's numbers for it.
+
+    With `buckets`, width and new tokens are rounded up, and there are slots for a prompt of the rounded width. What is
+    kept is the same. A policy that cannot work with the rounded sizes gets the exact ones.
+    """
+    make = lambda width, steps, **how: planned(policy, infos_of(config, policy, width, steps), lengths, plan, **how)
+    if plan is not None:
+        there = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
+        if width > there[0] or max_new_tokens > there[1]:
+            raise ValueError(
+                f"a prompt of {width} columns and {max_new_tokens} new tokens are more than the plan's {there[0]} and "
+                f"{there[1]}; make the plan for these"
+            )
+        return make(*there)
+    if not buckets or isinstance(lengths, jax.core.Tracer):
+        return make(width, max_new_tokens)
+    try:
+        return make(bucket(width), bucket(max_new_tokens), longest=bucket(width))
+    except ValueError:
+        return make(width, max_new_tokens)
 
 
 def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...], held: bool) -> None:
