@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from kvjax.budgets import Times, apportion
 from kvjax.compose.evict import Evict, apply_decision, having
@@ -17,6 +17,7 @@ from kvjax.contract import (
     AttentionInputs,
     Context,
     LayerInfo,
+    LayerView,
     Layout,
     Phase,
     Policy,
@@ -174,13 +175,13 @@ class _Joint(Policy):
     def observe(self, phase: Phase) -> tuple[Any, ...]:
         return self.policy.observe(phase)
 
-    def memory(self, info: LayerInfo) -> Any:
+    def memory(self, info: LayerInfo) -> PyTree:
         return self.policy.memory(info)
 
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
         return self.policy.init_params(info, key)
 
-    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+    def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
         return self.policy.reserve(kv, ctx)
 
 
@@ -230,11 +231,11 @@ class SharedLayers(_Joint):
             )
         return own
 
-    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
+    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
         """The layer after the shared policy has taken in the new rows."""
         return self.policy.enter(kv, inputs, ctx)
 
-    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         """The `Reads` of the shared policy."""
         return self.policy.reads(kv, inputs, ctx)
 
@@ -282,7 +283,7 @@ class AcrossLayers(_Joint):
         least = jnp.asarray(np.minimum(self.policy.least(info, lengths), MOST), jnp.int32)
         return Sizes(per_head, total, (own.hparams, largest.hparams, least))
 
-    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+    def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
         return self.policy.reserve(kv, self._own(ctx))
 
     def update_layers(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from kvjax.budgets import LONGEST, Even, Schedule
 from kvjax.contract import (
@@ -46,6 +46,7 @@ from kvjax.contract import (
 from kvjax.decide.select import TopK
 from kvjax.pallas_kernels.pytree import described
 from kvjax.scores.attention import Recency
+from kvjax.storage import Storage
 
 LARGE = 1e38  # what infinite scores become
 _WRITTEN = "k", "v", "log_weight"  # what a decision may give beside the slots that stay
@@ -189,11 +190,11 @@ class Evict(Policy):
         parts = self.score.least(lengths, budget), self.select.least(lengths, budget)
         return np.maximum.reduce([*parts, resolve(self.when.drop, lengths, budget)])
 
-    def memory(self, info: LayerInfo) -> Any:
+    def memory(self, info: LayerInfo) -> PyTree:
         shares = {"shares": PerHead(dtype=jnp.int32, fill=-1)} if self._keeps_shares else {}
         return of_parts(self, lambda part: part.memory(info), **shares)
 
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
         keys = iter(jax.random.split(key, 4))
         found = of_parts(self, lambda part: part.init_params(info, next(keys)))
         return found if jax.tree.leaves(found) else ()
@@ -412,7 +413,7 @@ def _with_shares(kv: LayerView, shares: Int[Array, "B K"]) -> LayerView:
     return kv.replace(memory=Tree(**{**vars(kv.memory), "shares": shares}))
 
 
-def check_kept(policy: Policy, layer: int, kv: Any, hparams: Any, steps: Any = 0) -> None:
+def check_kept(policy: Policy, layer: int, kv: Storage, hparams: PyTree, steps: Any = 0) -> None:
     """Refuses a layer with a `fault`, or whose kept tokens are over the budget, or not numbers (outside of `jit`).
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.budgets import Schedule
 from kvjax.compose.evict import Evict, evicts, having
@@ -18,6 +18,7 @@ from kvjax.contract import (
     Context,
     Count,
     LayerInfo,
+    LayerView,
     Layout,
     Observation,
     Phase,
@@ -74,23 +75,23 @@ class _Members(Policy):
         """Observations of all members."""
         return unique(o for p in self.members for o in p.observe(phase))
 
-    def memory(self, info: LayerInfo) -> Any:
+    def memory(self, info: LayerInfo) -> PyTree:
         """The memory of each member."""
         return tuple(p.memory(info) for p in self.members)
 
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
         """The learned parameters of each member; () if no member has any."""
         found = tuple(
             p.init_params(info, k) for p, k in zip(self.members, jax.random.split(key, len(self.members)), strict=True)
         )
         return found if jax.tree.leaves(found) else ()
 
-    def own(self, i: int, kv: Any, ctx: Context) -> tuple[Any, Context]:
+    def own(self, i: int, kv: LayerView, ctx: Context) -> tuple[Any, Context]:
         """The layer and the moment as member `i` sees them."""
         params = ctx.params[i] if ctx.params else ()
         return kv.replace(memory=kv.memory[i]), dataclasses.replace(ctx, hparams=ctx.hparams[i], params=params)
 
-    def _each_reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> list[Reads | None]:
+    def _each_reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> list[Reads | None]:
         return [p.reads(own, inputs, mine) for i, p in enumerate(self.members) for own, mine in [self.own(i, kv, ctx)]]
 
 
@@ -130,7 +131,7 @@ class Chain(_Members):
             tuple(x.hparams for x in each),
         )
 
-    def _in_turn(self, kv: Any, ctx: Context, change: Callable[[Policy, Any, Context], Any]) -> Any:
+    def _in_turn(self, kv: LayerView, ctx: Context, change: Callable[[Policy, LayerView, Context], Any]) -> Any:
         for i, p in enumerate(self.members):
             own, mine = self.own(i, kv, ctx)
             found = change(p, own, mine)
@@ -138,15 +139,15 @@ class Chain(_Members):
                 kv = found.replace(memory=(*kv.memory[:i], found.memory, *kv.memory[i + 1 :]))
         return kv
 
-    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
+    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
         """The layer after every member has taken in the new rows, in turn."""
         return self._in_turn(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
 
-    def update(self, kv: Any, stats: Stats, ctx: Context) -> Any:
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after every member has decided, in turn."""
         return self._in_turn(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
 
-    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         """The slots that all members read; weights are multiplied.
 
         Raises:
@@ -171,7 +172,7 @@ class Chain(_Members):
         )
         return found if each else None
 
-    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+    def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
         """The least that any member lets a head grow to."""
         return functools.reduce(jnp.minimum, [p.reserve(*self.own(i, kv, ctx)) for i, p in enumerate(self.members)])
 
@@ -223,7 +224,7 @@ class ByHead(_Members):
         mine = lambda i, x: (jnp.asarray(self.heads) == i).reshape(1, -1, *(1,) * (x.ndim - 2))
         return functools.reduce(lambda x, i: jnp.where(mine(i, x), each[i], x), range(1, len(each)), each[0])
 
-    def _each(self, kv: Any, ctx: Context, change: Callable[[Policy, Any, Context], Any]) -> Any:
+    def _each(self, kv: LayerView, ctx: Context, change: Callable[[Policy, LayerView, Context], Any]) -> Any:
         own = [self.own(i, kv, ctx) for i in range(len(self.members))]
         found = [change(p, *x) for p, x in zip(self.members, own, strict=True)]
         if all(x is y for x, (y, _) in zip(found, own, strict=True)):
@@ -233,15 +234,15 @@ class ByHead(_Members):
         picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", "fault", *self.writes)}
         return kv.replace(memory=tuple(x.memory for x in found), **picked)
 
-    def enter(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Any:
+    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
         """The layer after every head's own member has taken in the new rows."""
         return self._each(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
 
-    def update(self, kv: Any, stats: Stats, ctx: Context) -> Any:
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after every head's own member has decided."""
         return self._each(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
 
-    def reads(self, kv: Any, inputs: AttentionInputs, ctx: Context) -> Reads | None:
+    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         """The slots that every head's own member reads.
 
         Raises:
@@ -263,7 +264,7 @@ class ByHead(_Members):
         delay = 0 if weight is None else self.pick([wide(x.delay, 0) for x in each])
         return Reads(pick("visible", True), pick("until", LAST), weight, delay)
 
-    def reserve(self, kv: Any, ctx: Context) -> Int[Array, "B K"]:
+    def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
         """How far every head's own member lets it grow."""
         return self.pick([p.reserve(*self.own(i, kv, ctx)) for i, p in enumerate(self.members)])
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from kvjax.contract.types import (
     AttentionInputs,
@@ -61,11 +61,11 @@ class Policy(Value):
         most = np.full_like(lengths, info.prompt_len + info.max_new_tokens)  # so that prompts of any length share it
         return Sizes(most, info.num_kv_heads * most, resolved(self, info, lengths))
 
-    def memory(self, info: LayerInfo) -> Any:
+    def memory(self, info: LayerInfo) -> PyTree:
         """The policy's memory of a layer: a tree of `PerSlot` and `PerHead`."""
         return ()
 
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
         """Initial learned parameters of a layer: a tree of arrays, the same for all sequences."""
         return ()
 
@@ -117,7 +117,7 @@ class Part(Value):
         """Observations that the part needs in a phase."""
         return unique(o for part in children(self) for o in part.observe(phase))
 
-    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
         """The part's data, a tree of arrays "M ...": by default its fields that are counts, in tokens (host).
 
         Args:
@@ -127,16 +127,16 @@ class Part(Value):
         """
         return resolved(self, info, lengths, budget)
 
-    def memory(self, info: LayerInfo) -> Any:
+    def memory(self, info: LayerInfo) -> PyTree:
         """The part's memory of a layer: a tree of `PerSlot` and `PerHead` (host)."""
         return of_parts(self, lambda part: part.memory(info))
 
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> Any:
+    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
         """Initial learned parameters of a layer: a tree of arrays (host)."""
         keys = iter(jax.random.split(key, 64))
         return of_parts(self, lambda part: part.init_params(info, next(keys)))
 
-    def update(self, slots: Slots) -> Any:
+    def update(self, slots: Slots) -> PyTree:
         """The part's memory after rows were read; called whenever the model is, evicting or not."""
         return updated_parts(self, slots)
 
@@ -237,7 +237,7 @@ def resolved(x: Any, info: LayerInfo, lengths: Prompts, budget: Prompts | None =
     return of_parts(x, lambda part: part.hparams(info, lengths, budget), **counts, **more)
 
 
-def updated_parts(x: Any, slots: Slots) -> Any:
+def updated_parts(x: Any, slots: Slots) -> PyTree:
     """The memory of a value after its parts have updated theirs."""
     found = {}
     for name, y in _parts(x).items():

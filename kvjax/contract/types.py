@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkab
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
 
 from kvjax.contract.values import Prompts, value
 from kvjax.pallas_kernels.columns import hash_uniform
@@ -106,7 +106,7 @@ class Sizes:
 
     per_head: Prompts
     total: Prompts
-    hparams: Any = ()
+    hparams: PyTree = ()
 
 
 @runtime_checkable
@@ -133,7 +133,7 @@ class LayerView(Protocol):
     @property
     def pos(self) -> Int[Array, "B K S"]: ...
     @property
-    def memory(self) -> Any: ...
+    def memory(self) -> PyTree: ...
     @property
     def log_weight(self) -> Float[Array, "B K S"] | None: ...
     @property
@@ -183,8 +183,8 @@ class Context:
     keys: Key[Array, "B"]
     layer: Int[Array, ""]
     max_new_tokens: Int[Array, "B"]
-    hparams: Any = ()
-    params: Any = ()
+    hparams: PyTree = ()
+    params: PyTree = ()
     ids: Int[Array, "B T"] | None = None
     phase: Phase = static(default="prefill")
     width: int = static(default=0)
@@ -317,9 +317,9 @@ class Slots:
     ctx: Context
     candidates: Bool[Array, "B K S"]
     protected: Bool[Array, "B K S"]
-    memory: Any = ()
-    hparams: Any = ()
-    params: Any = ()
+    memory: PyTree = ()
+    hparams: PyTree = ()
+    params: PyTree = ()
     at_most_one: bool = static(default=False)
 
     def of(self, name: str, i: int | None = None) -> "Slots":

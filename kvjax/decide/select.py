@@ -4,12 +4,10 @@ Scores have no gradient here, and are computed once: XLA may compute a float twi
 number taken from a score and compared with the same score may lose a token. A barrier stands before each comparison.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import (
     LAST,
@@ -183,7 +181,7 @@ class Chunks(Select):
     def slack(self) -> int:
         return self.size
 
-    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
         num = -(-lengths // self.size)
         wanted = num * budget // np.maximum(lengths, 1)
         if self.share is not None:

@@ -193,7 +193,9 @@ _STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "waits", "al
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("spent",))
-def _decoded(model: Model, params: Any, kept: Any, spent: Any, at: Decoding, given: Any, count: Any, **how: Any) -> Any:
+def _decoded(
+    model: Model, params: PyTree, kept: Any, spent: Any, at: Decoding, given: Any, count: Any, **how: Any
+) -> Any:
     at = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=kept + spent))
     return decode_tokens(model, params, at, given, count, **how)
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from kvjax.contract import Amount, Config, Policy, Size
 from kvjax.observe import Reread
@@ -148,7 +148,7 @@ def read_shapes(
     config: Config,
     policy: Policy,
     plan: Plan,
-    hparams: tuple[Any, ...],
+    hparams: tuple[PyTree, ...],
     lengths: Int[np.ndarray, "B"],
     block: int | None = None,
 ) -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:

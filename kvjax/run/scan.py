@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 _LONGEST_PERIOD = 8  # layers after which kinds may repeat
 
@@ -89,7 +89,7 @@ def _repeated(
     return x, [jax.tree.map(lambda y, t=t: y[t], one) for t in range(times) for one in found]
 
 
-def _keeps_type(layer: Callable[..., tuple[Array, Any]], i: int, x: Array, params: Any, here: Any) -> bool:
+def _keeps_type(layer: Callable[..., tuple[Array, Any]], i: int, x: Array, params: PyTree, here: Any) -> bool:
     """Whether the residual stream has the same dtype after a layer, unlike under parameters of another dtype."""
     return jax.eval_shape(lambda x: layer(i, x, params, here)[0], x) == jax.eval_shape(lambda x: x, x)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.compose.evict import evicts
 from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats
@@ -71,7 +71,7 @@ class State:
     prompt_length: Int[Array, "B"]
     keys: Key[Array, "B"]
     max_new_tokens: Int[Array, "B"]
-    hparams: tuple[Any, ...]
+    hparams: tuple[PyTree, ...]
     params: tuple[Any, ...] = ()
     plan: Plan = static(default=None)
     ready: bool = static(default=False)
@@ -201,7 +201,7 @@ def empty_state(
     config: Config,
     policy: Policy,
     plan: Plan,
-    hparams: tuple[Any, ...],
+    hparams: tuple[PyTree, ...],
     lengths: Int[np.ndarray, "B"] | Int[Array, "B"],
     max_new_tokens: int,
     *,

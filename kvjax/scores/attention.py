@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, PyTree, UInt32
 
 from kvjax.contract import (
     Amount,
@@ -248,10 +248,10 @@ class Mean(Score):
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self._attention,)
 
-    def memory(self, info: LayerInfo) -> Any:
+    def memory(self, info: LayerInfo) -> PyTree:
         return PerSlot()
 
-    def update(self, slots: Slots) -> Any:
+    def update(self, slots: Slots) -> PyTree:
         return slots.memory + slots.stats[self._attention]
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract import FrozenArrays, LayerInfo, Observation, Odd, Phase, Prompts, Score, Size, Slots, Value, place
 from kvjax.observe import Hidden, Rows
@@ -36,7 +36,7 @@ class Learned(Score):
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (Rows(self.rows), Rows()) if phase == "prefill" else ()
 
-    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
         shape = 1, info.num_kv_heads, 1, 2 * info.head_dim + NUM_STATISTICS
         check_function(self.function, shape, info, shape[:-1])
         return ()
@@ -163,7 +163,7 @@ class Predicted(Given):
 
     what: Hidden
 
-    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
         if info.embed_dim:
             check_function(self.what.fn, (1, 1, info.embed_dim), info, (1, 1, info.num_kv_heads))
         return ()

@@ -7,7 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
 from kvjax.pallas_kernels import Logits, attention, reference
@@ -35,7 +35,7 @@ class Layer(Storage):
     k: Float[Array, "B K S C"]
     v: Float[Array, "B K S H"]
     pos: Int[Array, "B K S"]
-    memory: Any = ()
+    memory: PyTree = ()
     log_weight: Float[Array, "B K S"] | None = None
     channels: Int[Array, "B K _"] | None = None
     how: Keeps = static(default=Keeps())
@@ -322,7 +322,7 @@ def empty(
     info: LayerInfo,
     batch: int,
     dtype: Any,
-    memory: Any = (),
+    memory: PyTree = (),
     layout: Layout | None = None,
     writes: tuple[str, ...] = (),
     slots: int = 0,

@@ -1,10 +1,9 @@
 """A layer's cache as one pool of slots, each owned by a kv head: heads may have different budgets (Ada-KV)."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.pallas_kernels import Logits, pooled_attention
@@ -32,7 +31,7 @@ class Pool(Storage):
     v: Float[Array, "B P H"]
     pos: Int[Array, "B P"]
     ends: Int[Array, "B K"]
-    memory: Any = ()
+    memory: PyTree = ()
     log_weight: Float[Array, "B P"] | None = None
     how: Keeps = static(default=Keeps())
 

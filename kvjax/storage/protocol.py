@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import EMPTY, LayerView, Reads, Rotate, value
 from kvjax.pallas_kernels.columns import Attention, Columns
@@ -35,7 +35,7 @@ class Keeps:
     per_head: tuple[bool, ...] = ()
     mesh: Mesh | None = None
 
-    def of_slots(self, change: Callable[[Array], Array], memory: Any) -> Any:
+    def of_slots(self, change: Callable[[Array], Array], memory: PyTree) -> Any:
         """The memory with `change` applied to each array that belongs to slots."""
         leaves, tree = jax.tree.flatten(memory)
         return tree.unflatten(x if own else change(x) for x, own in zip(leaves, self.per_head, strict=bool(leaves)))

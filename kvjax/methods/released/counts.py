@@ -1,10 +1,8 @@
 """Counts, and divisions over layers and heads, that released code has and papers do not."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.budgets import Adaptive, bare, whole, won
 from kvjax.contract import AtLeastOne, Count, Heads, LayerInfo, Prompts, Proportion, Size, Slots, Tree, resolve, value
@@ -178,7 +176,7 @@ class FloorThenGlobal(Heads):
 
     alpha: Proportion = 0.2
 
-    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Any:
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
         safe = np.maximum(np.floor(budget * self.alpha).astype(np.int64), int(self.alpha > 0))
         return Tree(safe=jnp.asarray(safe, jnp.int32), budget=jnp.asarray(budget, jnp.int32))
 
