@@ -31,7 +31,6 @@ from kvjax.experiments.core.locks import alone_in
 from kvjax.experiments.core.provenance import environment
 from kvjax.experiments.papers import FIGURES, prompts
 from kvjax.experiments.papers.base import Prompts
-from kvjax.models.embedded import included
 from kvjax.models.written import write_bytes
 
 ALL = "all"
@@ -155,7 +154,7 @@ def run(options: Options, command: Sequence[str]) -> None:
       ValueError: a model or text that does not fit.
     """
     check_output(options.output / "figure.png")
-    source = included(options.model)
+    source = options.model
     tokenizer = models.load_tokenizer(source)
     environment_ = environment([*command])
     names = tuple(FIGURES) if options.name == ALL else (options.name,)

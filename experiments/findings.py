@@ -44,7 +44,7 @@ from kvjax.experiments.core.setup import Run, text_digest
 from kvjax.experiments.papers import prompts
 from kvjax.experiments.papers.base import message
 from kvjax.experiments.papers.lost import BESIDE, KEY, VALUE, Record, ends, live_of, map_of, traced, whole
-from kvjax.models.embedded import INCLUDED, included
+from kvjax.models.embedded import INCLUDED
 from kvjax.models.written import write_bytes
 from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import Pooled
@@ -183,7 +183,7 @@ def measured(
     options: Findings, policies: Mapping[Any, Make], oracles: Sequence[Any], first: int = 0
 ) -> Iterator[Divergences]:
     """Divergences of every policy and budget, batch by batch from a prompt on; the oracles' last."""
-    source, size = included(options.model), {"count": options.prompts, "length": options.length + options.follow}
+    source, size = options.model, {"count": options.prompts, "length": options.length + options.follow}
     tokenizer = models.load_tokenizer(source)
     if options.text is None:
         ids = prompts.from_project(tokenizer, **size)
@@ -378,7 +378,7 @@ def run(options: Findings) -> None:
     check_output(options.output / f"{stem}.png")
     sizes = {name: value for name, value in dataclasses.asdict(options).items() if name != "output"}
     text = None if options.text is None else str(options.text)
-    contents = {"text": text_digest(text), "model": models.fingerprint(included(options.model))}
+    contents = {"text": text_digest(text), "model": models.fingerprint(options.model)}
     stored, asked = options.output / f"{stem}.npz", json.dumps(sizes | {"contents": contents}, default=str)
     crossing, record = options.name == "what_decides", _stored(stored, asked)
     done = next(iter(record.values())).shape[-1] if record else 0

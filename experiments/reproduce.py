@@ -29,7 +29,6 @@ from kvjax.experiments.papers.planning import planned
 from kvjax.experiments.papers.rows import PROJECT
 from kvjax.experiments.papers.runs import Options, Run
 from kvjax.experiments.papers.tables import Entry, data_of, find
-from kvjax.models.embedded import included
 from kvjax.models.sources import locate
 from kvjax.models.weights import read_config
 from kvjax.models.written import write_bytes
@@ -51,7 +50,7 @@ def reproduce(options: Options, command: Sequence[str]) -> None:
     if entry.drawn:
         return _drawn(entry, options, about)
     stored = "float32" if options.dtype == "auto" else options.dtype
-    run = Run(entry, options, read_config(locate(included(options.model), weights=False), dtype=stored))
+    run = Run(entry, options, read_config(locate(options.model, weights=False), dtype=stored))
     print(f"{entry.name}: {entry.shows}")
     print(f"{len(run.lines)} methods and budgets, {len(run.columns)} columns, for {run.model}")
     _say("missing", run.missing)

@@ -13,7 +13,7 @@ INCLUDED: Final = {"embedded": EMBEDDED, "varied": VARIED}
 
 
 def included(name: str) -> str | pathlib.Path:
-    """The directory of a model of `INCLUDED`; any other name as it is, for `kvjax.models.load`.
+    """The directory of a model of `INCLUDED`; any other name as it is.
 
     Raises:
       ValueError: the varied model, from a wheel, which does not hold it.

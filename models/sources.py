@@ -6,6 +6,7 @@ import pathlib
 import re
 from typing import Final
 
+from kvjax.models.embedded import included
 from kvjax.models.packaged import PACKAGED, fetched
 from kvjax.models.presets import PRESETS, preset
 
@@ -40,8 +41,8 @@ def locate(
     """The local directory of a checkpoint, downloading what a hub id or a preset stands for.
 
     Args:
-      source: a directory, which comes first; a GGUF file, or a name of `PACKAGED`, which stands for one; a hub id
-        "owner/name" or "owner/name@revision"; a name of `PRESETS`.
+      source: a directory, which comes first; "embedded" or "varied", a model that comes with kvjax; a GGUF file, or a
+        name of `PACKAGED`, which stands for one; a hub id "owner/name" or "owner/name@revision"; a name of `PRESETS`.
       revision: a branch, tag or commit of the hub.
       token: for repositories of the hub that ask for one; the one that is logged in if None.
       weights: whether they are wanted too, or the config and the tokenizer alone.
@@ -75,7 +76,7 @@ def locate(
 
 
 def local_path(source: str | os.PathLike[str]) -> pathlib.Path:
-    """`source` as a path.
+    """`source` as a path, of "embedded" and "varied" where these models are.
 
     Raises:
       ValueError: what names none.
@@ -86,9 +87,10 @@ def local_path(source: str | os.PathLike[str]) -> pathlib.Path:
         path = pathlib.Path(source).expanduser()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()  # asks the system whether such a name can be
+            return path
     except (RuntimeError, OSError, ValueError) as e:
         raise ValueError(f"{str(source)[:80]!r} is not the path of a checkpoint directory: {e}") from e
-    return path
+    return pathlib.Path(included(str(path)))
 
 
 def repository(source: str | os.PathLike[str], revision: str | None = None) -> tuple[str, str | None]:

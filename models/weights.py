@@ -70,9 +70,10 @@ def load(
     parameters once, and a strip of a tensor.
 
     Args:
-      source: a directory with `config.json` and safetensors (sharded or not); a GGUF file; or what is downloaded: a hub
-        id such as "Qwen/Qwen3-0.6B" or "owner/name@revision", a name of `models.PRESETS`, or "smollm2-135m-instruct"
-        and others of `models.packaged.PACKAGED`.
+      source: a directory with `config.json` and safetensors (sharded or not); "embedded" or "varied", small models that
+        come with kvjax; a GGUF file; or what is downloaded: a hub id such as "Qwen/Qwen3-0.6B" or
+        "owner/name@revision", a name of `models.PRESETS`, or "smollm2-135m-instruct" and others of
+        `models.packaged.PACKAGED`.
       dtype: of parameters, activations and the KV cache: "float32", "bfloat16", "float16", or "float64" where jax has
         64 bits, by these names; "auto" for the one that is stored.
       sharding: where parameters go, for all or as a function of a parameter's path, such as

@@ -15,7 +15,7 @@ from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
 from kvjax.experiments.training import embedded as training
 from kvjax.experiments.training.loop import FIRST, Options
 from kvjax.models import embedded as module
-from kvjax.models.embedded import EMBEDDED, INCLUDED, included, save_tokenizer
+from kvjax.models.embedded import EMBEDDED, INCLUDED, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -179,5 +179,13 @@ def test_the_varied_model_is_named_where_a_wheel_has_none(monkeypatch, tmp_path)
     monkeypatch.setattr(module, "VARIED", tmp_path / "none")
     monkeypatch.setitem(INCLUDED, "varied", tmp_path / "none")
     with pytest.raises(ValueError, match=r"not with the wheel; run this in a clone, or make it, .* kvjax train varied"):
-        included("varied")
-    assert included("embedded") == EMBEDDED
+        models.load("varied")
+
+
+def test_models_of_the_project_are_loaded_by_name_unless_a_directory_has_it(monkeypatch, tmp_path):
+    assert models.load("embedded")[0] == models.load(EMBEDDED)[0]
+    assert models.fingerprint("embedded") == models.fingerprint(EMBEDDED)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "embedded").mkdir()
+    with pytest.raises(ValueError, match=r"config\.json"):
+        models.load("embedded")

@@ -29,7 +29,6 @@ from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.harness.options import policy_of, sampler_of
 from kvjax.experiments.harness.scoring import rounded_up, score_after, score_whole
 from kvjax.generation.loop import NO_TOKEN
-from kvjax.models.embedded import included
 from kvjax.run.checks import check_block, check_positions
 from kvjax.run.plan import bucket
 from kvjax.text.encode import rendered
@@ -122,7 +121,7 @@ class HarnessModel(TemplateLM):
         if max_length is not None:
             whole("max_length", max_length, 2)
         self.budget, (self.policy, origin) = budget, policy_of(policy, budget, parameters)
-        self.source = included(pretrained)
+        self.source = pretrained
         self.tokenizer = models.load_tokenizer(self.source if tokenizer is None else tokenizer)
         self.model, self.params = models.load(self.source, dtype=dtype)
         config = self.model.config
