@@ -1,7 +1,9 @@
 """Text in, left-padded token batches out."""
 
+import json
 import logging
 import os
+import pathlib
 import reprlib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -60,6 +62,37 @@ def load_tokenizer(source: str | os.PathLike[str], *, revision: str | None = Non
             ) from e
         names = [f.name for f in files]
         raise ValueError(f"{path}: no tokenizer can be made of {names} ({e}); download them again") from e
+
+
+def save_tokenizer(path: pathlib.Path, tokenizer: Any, *, special: dict[str, str]) -> None:
+    """Writes a tokenizer of the library `tokenizers` in the format that transformers 4 and 5 read.
+
+    Args:
+      path: the checkpoint directory.
+      tokenizer: a `tokenizers.Tokenizer`.
+      special: which of its tokens are `pad_token`, `bos_token`, `eos_token` and `unk_token`.
+    """
+    fast = import_transformers().PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, **special, padding_side="left").save_pretrained(path)
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}  # version 5 has a new name
+    file.write_text(json.dumps({k: x for k, x in config.items() if k != "backend"}, indent=2) + "\n")
+
+
+def write_tokenizer(path: pathlib.Path, vocabulary: Sequence[str], *, special: dict[str, str]) -> None:
+    """Writes a tokenizer with one token a word, in the format of transformers.
+
+    Args:
+      path: the checkpoint directory.
+      vocabulary: words, in the order of their ids.
+      special: which of them are `pad_token`, `bos_token`, `eos_token` and `unk_token`.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    tokenizer: Any = Tokenizer(models.WordLevel(ids, unk_token=special["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    save_tokenizer(path, tokenizer, special=special)
 
 
 def pad_left(

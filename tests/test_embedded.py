@@ -15,7 +15,8 @@ from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
 from kvjax.experiments.training import embedded as training
 from kvjax.experiments.training.loop import FIRST, Options
 from kvjax.models import embedded as module
-from kvjax.models.embedded import EMBEDDED, INCLUDED, save_tokenizer
+from kvjax.models.embedded import EMBEDDED, INCLUDED
+from kvjax.models.tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="module")

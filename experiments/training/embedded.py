@@ -26,7 +26,8 @@ from kvjax.experiments import corpus
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.loop import ANSWER, FIRST, LANGUAGE
 from kvjax.models import LanguageModel, ModelConfig, Rope, save
-from kvjax.models.embedded import EMBEDDED, write_tokenizer
+from kvjax.models.embedded import EMBEDDED
+from kvjax.models.tokenizer import write_tokenizer
 from kvjax.run.layers import without_cache
 
 CONFIG = ModelConfig(

@@ -32,7 +32,8 @@ from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.training import embedded, loop
 from kvjax.experiments.training.documents import Documents, Sizes
 from kvjax.models import LanguageModel, save
-from kvjax.models.embedded import VARIED, save_tokenizer
+from kvjax.models.embedded import VARIED
+from kvjax.models.tokenizer import save_tokenizer
 from kvjax.pallas_kernels import Logits
 
 BOS, EOS = (list(loop.SPECIAL.values()).index(token) for token in (corpus.BOS, corpus.EOS))
