@@ -8,7 +8,7 @@ Letters: B batch, T tokens, N query heads, K kv heads, H head_dim, D embed_dim, 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -17,11 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvjax.contract import Attend as Attend
 from kvjax.models.config import DecoderConfig
 from kvjax.pallas_kernels import Logits
-
-# (cache, q "B N T H", k "B K T H", v "B K T H", *, layer, rotate, ...) -> what rows read "B N T H", the cache, and more
-Attend = Callable[..., tuple[Array, Any, Any]]
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,

@@ -18,7 +18,7 @@ BLOCKS = dict(re.findall(r"## ([^\n]*)\n(?:(?!\n## ).)*?```python\n(.*?)```", RE
 EVICTING = ["A score with memory", "A selection: whole sentences", "A merging rule"]
 QUICK = {
     *("A learned gate with its gradient", "A learned score", "Memory before a run", "Meshes of devices"),
-    *("Prompts, tokens, batches", "The kernel of column sums"),
+    *("Prompts, tokens, batches", "The kernel of column sums", "A model of your own"),
 }
 READING = {"Delayed eviction": "Delayed", "Admission": "Admit"}
 PROMPT = np.random.default_rng(3).integers(3, 60, (1, 40)).astype(np.int32)

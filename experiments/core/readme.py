@@ -182,10 +182,9 @@ LIKELY: Final = ("perplexity/replication.md",)
 """Pages of papers' claims, by retrieval and by likelihood."""
 
 
-def claims(pages: Sequence[str], without: str = "nothing") -> list[str]:
+def claims(pages: Sequence[str]) -> list[str]:
     """How many tries of papers' claims pages have, and how many have which word."""
-    tried = [cells for page in pages for cells in rows(STORED / "replication" / page)]
-    found = [cells[-1] for cells in tried if without not in cells]
+    found = [cells[-1] for page in pages for cells in rows(STORED / "replication" / page)]
     count = [found.count(word) for word in ("holds", "not so here", "undecided", "untestable here")]
     return [str(n) for n in (sum(count), *count)]
 

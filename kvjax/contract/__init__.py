@@ -4,6 +4,7 @@ Letters in shapes: B sequences, T rows (new tokens), S slots, N query heads, K k
 of the model, M prompts that are planned for on the host.
 """
 
+from kvjax.contract.model import Attend as Attend
 from kvjax.contract.model import Config as Config
 from kvjax.contract.model import Model as Model
 from kvjax.contract.model import Tokenizer as Tokenizer

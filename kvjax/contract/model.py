@@ -1,9 +1,11 @@
 """What kvjax asks of a language model and its tokenizer. Whatever has these members runs, as of `kvjax.models`."""
 
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.contract.types import Rotate
+from kvjax.pallas_kernels.logits import Logits
 
 
 @runtime_checkable
@@ -35,6 +37,37 @@ class Config(Protocol):
 
 
 @runtime_checkable
+class Attend(Protocol):
+    """What a layer of a model calls: it stores keys and values, attends, observes and evicts."""
+
+    def __call__(
+        self,
+        cache: Any,
+        q: Float[Array, "B N T H"],
+        k: Float[Array, "B K T H"],
+        v: Float[Array, "B K T H"],
+        /,
+        *,
+        layer: int,
+        rotate: Rotate,
+        out_proj: Float[Array, "N H D"] | None = None,
+        hidden: Float[Array, "B T D"] | None = None,
+        logits: Logits = Logits(),
+    ) -> tuple[Float[Array, "B N T H"], Any, Any]:
+        """The attention output, the cache afterwards, and what else was found.
+
+        Args:
+          cache: what the layer was given.
+          q, k, v: of the new tokens, before rotation.
+          layer: what the layer was given.
+          rotate: the rotary embedding, of vectors and positions: `lambda x, pos: x` for none.
+          out_proj, hidden: the output projection and the layer's normalised input, for methods that look at them.
+          logits: how logits follow from products, and the layer's sliding window.
+        """
+        ...
+
+
+@runtime_checkable
 class Model(Protocol):
     """A language model: pure functions of its parameters. It is hashable, since programs are compiled for it.
 
@@ -57,7 +90,7 @@ class Model(Protocol):
         ...
 
     def block(
-        self, layer: int, params: PyTree, x: Float[Array, "B T D"], cache: Any, attend: Callable[..., Any], /
+        self, layer: int, params: PyTree, x: Float[Array, "B T D"], cache: Any, attend: Attend, /
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The residual stream and the cache after a layer, and what else `attend` returned.
 
@@ -65,8 +98,8 @@ class Model(Protocol):
           layer: its number, or that of a layer that differs in parameters alone (`alike`).
           params: the layer's parameters.
           x: the residual stream before.
-          cache: the layer's cache, which goes to `attend` with the tokens' queries, keys and values.
-          attend: what stores these, attends, and returns the output "B N T H", the cache and what else it found.
+          cache: the layer's cache, which goes to `attend`.
+          attend: called with the queries, keys and values of the tokens.
         """
         ...
 
