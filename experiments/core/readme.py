@@ -177,7 +177,11 @@ def _beside_kvpress() -> Iterator[Any]:
             yield row["name"], f"{row['prefill_s']:.3f}", f"{row['decode_tokens_s']:,.0f}", *sizes
 
 
-RETRIEVED: Final = "replication.md", "smollm2-135m-instruct/replication.md"
+RETRIEVED: Final = (
+    "replication.md",
+    "smollm2-135m-instruct/replication.md",
+    "smollm2-135m-instruct-ada-kv/replication.md",
+)
 LIKELY: Final = ("perplexity/replication.md",)
 """Pages of papers' claims, by retrieval and by likelihood."""
 
