@@ -38,6 +38,7 @@ img {{max-width: 100%}} pre, code {{background: #f2f2f2}} pre {{padding: .8rem}}
 {colours}</style><nav><a href="{home}">Reference</a> · <a href="{first}">Guide</a></nav>
 {body}</html>
 """
+_LIST = "index.md"  # stands for the list of a folder's files
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
 
 
@@ -71,7 +72,8 @@ def write_guide(output: pathlib.Path) -> None:
     left, seen = [ROOT / "README.md"], set()
     while left:
         source = left.pop()
-        if source in seen or not source.is_file():
+        listed = source.name == _LIST and sorted(x.name for x in source.parent.iterdir() if x.is_file())
+        if source in seen or not (listed or source.is_file()):
             continue
         seen.add(source)
         place = output / "guide" / source.relative_to(ROOT)
@@ -82,11 +84,14 @@ def write_guide(output: pathlib.Path) -> None:
 
         def linked(link: re.Match, here: pathlib.Path = source.parent) -> str:
             target = (here / link[1]).resolve()
+            if target.is_dir():
+                target /= "README.md" if (target / "README.md").is_file() else _LIST
             left.append(target)
             page = target.with_suffix(".html") if target.suffix == ".md" else target
             return f"]({os.path.relpath(page, here)}"
 
-        text = _LINK.sub(linked, source.read_text())
+        files = f"# {source.parent.name}\n\n" + "\n".join(f"- [{name}]({name})" for name in listed or ())
+        text = _LINK.sub(linked, files if listed else source.read_text())
         to = lambda path, here=place.parent: os.path.relpath(path, here)
         body = render_helpers.to_html(re.sub(r"<!-- .*? -->\n?", "", text))
         page = GUIDE.format(

@@ -136,13 +136,17 @@ SUCH_AS = {
     "Columns": "kvjax.pallas_kernels.Columns()",
     "Logits": "kvjax.pallas_kernels.Logits(softcap=50.0)",
 }
+_MEMBERS = "config", "alike", "parts", "embed", "block", "head"
 KEY = Kind("a PRNG key, such as jax.random.key(0)", lambda x: _is_key(x))
 PRNGKey = Annotated[jax.Array | np.ndarray | None, Kind(f"{KEY.words}, or None", lambda x: x is None or KEY.holds(x))]
 LayerParams = Annotated[
     Any, Kind("a tree for each layer, as init_policy_params gives", lambda x: x is None or isinstance(x, tuple | list))
 ]
 PROTOCOLS = {
-    "Model": Kind("the model that models.load(...) returns", lambda x: hasattr(x, "config") and hasattr(x, "block")),
+    "Model": Kind(
+        "a model, such as models.load(...) returns, with config, alike, parts, embed, block and head",
+        lambda x: not isinstance(x, type) and all(hasattr(x, name) for name in _MEMBERS),
+    ),
     "Config": Kind("a model's configuration, model.config", lambda x: hasattr(x, "num_kv_heads")),
     "Tokenizer": Kind("a tokenizer, such as models.load_tokenizer(...)", lambda x: hasattr(x, "decode")),
 }
@@ -188,7 +192,8 @@ def kind_of(hint: Any) -> Kind | None:
     if origin in (tuple, Sequence):
         each = kind_of(args[0]) or ANYTHING
         items = lambda x: np.asarray(x).tolist() if is_known(x) and x.ndim else x
-        listed = lambda x: isinstance(x, origin | list) and (not isinstance(x, str | bytes) or each.holds(x[:1]))
+        text = str | bytes | bytearray
+        listed = lambda x: isinstance(x, origin | list) and (not isinstance(x, text) or each.holds(x[:1]))
         holds = lambda x: listed(items(x)) and all(map(each.holds, items(x)))
         return Kind(
             f"a {origin.__name__.lower()}{'' if each is ANYTHING else f' of which each is {each.words}'}", holds

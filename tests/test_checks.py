@@ -43,6 +43,35 @@ def test_blocks_are_refused_where_a_policy_cannot_read_them(policy, block, messa
         kvjax.generate(*tiny, IDS, policy=policy, block=block, max_new_tokens=2)
 
 
+class Own:
+    """A model of a user's own, without the shapes of its parameters, and with other members; None for one it lacks."""
+
+    def __init__(self, model, **members):
+        self._model, self._members = model, members
+
+    def __getattr__(self, name):
+        if name == "shapes" or self._members.get(name, ...) is None:
+            raise AttributeError(name)
+        return self._members[name] if name in self._members else getattr(self._model, name)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"alike": None}, "must be a model, such as models.load.* with config, alike, parts, embed, block and head"),
+        ({"alike": (0, 0)}, r"alike=\(0, 0\) must be a tuple of 1 layers, of each the first like it"),
+        ({"alike": (1,)}, r"alike=\(1,\) must be a tuple of 1 layers"),
+        ({"parts": lambda params: params}, "parts must return what is of no layer, and a tuple of what is of 1 layers"),
+        ({"block": lambda *given: given[2:4]}, "block must return three values: x, the cache, and what else"),
+        ({"head": lambda params, x: x}, r"head gives \d+ logits a token, but vocab_size is"),
+    ],
+)
+def test_a_model_of_ones_own_is_told_what_it_lacks(members, message, shallow):
+    model, params = shallow
+    with pytest.raises(ValueError, match=message):
+        kvjax.prefill(Own(model, **members), params, IDS, policy=methods.h2o(8), max_new_tokens=1)
+
+
 @pytest.mark.parametrize(("policy", "block"), [(FASTGEN, None), (FASTGEN, 24), (STEPWISE, 1)])
 def test_other_sizes_are_not(policy, block, shallow):
     model, _ = shallow

@@ -98,7 +98,7 @@ def call(f, **bad):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: call(kvjax.generate, model={}), "model={} must be the model that models.load"),
+        (lambda: call(kvjax.generate, model={}), "model={} must be a model, such as models.load"),
         (lambda: call(kvjax.generate, key=5), "key=5 must be a PRNG key, such as jax.random.key"),
         (lambda: call(kvjax.generate, buckets=1), "buckets=1 must be True or False"),
         (lambda: call(kvjax.decode_step, state=None), "state=None must be a State, such as kvjax.prefill gives"),

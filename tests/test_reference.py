@@ -45,4 +45,4 @@ def test_links_of_the_guide_lead_to_its_pages_and_files(tmp_path):
 
 def _leads(pages, page, to, anchor):
     target = (page.parent / to).resolve() if to else page
-    return target.exists() and (not anchor or f'id="{anchor}"' in pages[target])
+    return target.is_file() and (not anchor or f'id="{anchor}"' in pages[target])

@@ -160,6 +160,8 @@ def layer_loss(
     pos = jnp.maximum(jnp.arange(S, dtype=jnp.int32)[None] - pad[:, None], EMPTY)
     slots = jnp.broadcast_to(pos[:, None], keep.shape)
     rows = pos[:, S - R :]
+    if logits.slopes is not None and len(logits.slopes) != N:
+        raise ValueError(f"logits have {len(logits.slopes)} slopes, but there are {N} query heads; give one a head")
     logits, bias = logits.biased(slots, bias)  # by the places of all keys, those that go among them
     full = attention(q, k, v, rows, slots, bias=bias, logits=logits)
     evicted = attention(q, k, v, rows, jnp.where(keep, slots, EMPTY), bias=bias, logits=logits)

@@ -355,7 +355,7 @@ def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) ->
     """
     if not having(policy, "when"):
         raise ValueError(f"{type(policy).__name__} has no schedule")
-    new = schedule if callable(schedule) else lambda _: schedule
+    new = schedule if callable(schedule) and not isinstance(schedule, type | Policy) else lambda _: schedule
     return _everywhere(policy, "when", lambda fields: {"when": new(fields["when"])})
 
 

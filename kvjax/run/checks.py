@@ -47,6 +47,8 @@ def check_model(model: Model, params: PyTree) -> None:
     leaves, tree = jax.tree.flatten(params)
     known, of_model = _flat(model) if hasattr(model, "shapes") else (leaves, tree)
     fits = lambda x, y: floats(x) and x.shape == y.shape
+    if not hasattr(model, "shapes"):
+        _check_layers(model, params)
     if leaves and tree == of_model and all(map(fits, leaves, known)):
         return
     named = lambda tree: {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
@@ -61,6 +63,15 @@ def check_model(model: Model, params: PyTree) -> None:
             f"{len(wrong)} parameters do not fit the model, such as params{wrong[0]}: {here.get(wrong[0], 'missing')}, "
             f"but the model has {wanted.get(wrong[0], 'none')}; give those that were loaded with this model"
         )
+
+
+def _check_layers(model: Model, params: PyTree) -> None:
+    """Refuses a model of one's own that does not say of every layer which is like it, and what its parameters are."""
+    L, alike, parts = model.config.num_layers, model.alike, model.parts(params)
+    if not isinstance(alike, tuple) or len(alike) != L or any(n not in range(i + 1) for i, n in enumerate(alike)):
+        raise ValueError(f"the model's alike={alike!r} must be a tuple of {L} layers, of each the first like it")
+    if not isinstance(parts, tuple) or len(parts) != 2 or not isinstance(parts[1], tuple) or len(parts[1]) != L:
+        raise ValueError(f"the model's parts must return what is of no layer, and a tuple of what is of {L} layers")
 
 
 def check_ids(model: Model, ids: Any) -> None:

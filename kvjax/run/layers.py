@@ -174,7 +174,10 @@ def layer_step(
 
     With a `capacity` the cache is compacted (`compacted`), which then says what was lost.
     """
-    x, after, found = model.block(layer, params, x, kv, attend)
+    made = model.block(layer, params, x, kv, attend)
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise ValueError("the model's block must return three values: x, the cache, and what else attend returned")
+    x, after, found = made
     if kv.how.mesh is not None:
         x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
     if capacity is None:
@@ -193,6 +196,8 @@ def head(
 ) -> Float[Array, "B *T V"]:
     """Logits after the last column, or every one, NaN for sequences that have lost tokens in a layer or a head."""
     logits = model.head(params, x) if every else model.head(params, x[:, -1:])[:, -1]
+    if logits.shape[-1] != (vocab := model.config.vocab_size):
+        raise ValueError(f"the model's head gives {logits.shape[-1]} logits a token, but vocab_size is {vocab}")
     if not lost:
         return logits
     same = len({x.shape for x in lost}) == 1

@@ -126,6 +126,7 @@ def make_plan(
     Raises:
       ValueError: sizes that the policy cannot work with, prompts without a token or with more than `width`.
     """
+    lengths = lengths if isinstance(lengths, jax.core.Tracer) else np.asarray(lengths, np.int64)
     if not isinstance(lengths, jax.core.Tracer) and not 1 <= np.min(lengths, initial=MOST) <= np.max(lengths) <= width:
         raise ValueError(f"lengths={lengths} must lie between 1 and width={width}; give the tokens of each prompt")
     return planned(policy, infos_of(config, policy, width, max_new_tokens), lengths)[0]
