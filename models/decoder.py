@@ -15,6 +15,12 @@ from kvjax.models.parts import Attend
 from kvjax.run.checks import check_model
 
 
+@functools.cache
+def _alike(config: DecoderConfig) -> tuple[int, ...]:
+    kinds = [config.kind(i) for i in range(config.num_layers)]
+    return tuple(map(kinds.index, kinds))
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """A model as kvjax sees it: a pure function of its parameters, hashable and compared by its config.
@@ -36,11 +42,10 @@ class LanguageModel:
     def _module(self) -> Any:
         return family_of(self.config).module(self.config)
 
-    @functools.cached_property
+    @property
     def alike(self) -> tuple[int, ...]:
         """For every layer, the first one that differs from it in parameters alone: they share a program."""
-        kinds = [self.config.kind(i) for i in range(self.config.num_layers)]
-        return tuple(map(kinds.index, kinds))
+        return _alike(self.config)
 
     def parts(self, params: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
         """The parameters that are of no layer, and those of every layer."""
