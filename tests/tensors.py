@@ -81,8 +81,8 @@ class Tensors:
         return x.at[..., 1].add((out * 0.0).sum((1, 2, 3)).astype(x.dtype)[:, None]), cache, found
 
     def head(self, params, x):
-        """One number, NaN where a token found no slot."""
-        return x[..., 1:]
+        """One number for all tokens, NaN where a token found no slot."""
+        return jnp.broadcast_to(x[..., 1:], (*x.shape[:-1], self.config.vocab_size))
 
 
 def model_of(params, *, window=None, **how):

@@ -40,7 +40,7 @@ def test_e22_ahakv_prompt(examples):
     score = lambda policy: read_tensors(policy, q, k, v)[1][0]
     policy = methods.ahakv(params["budget"], **how)
     np.testing.assert_allclose(score(bare(policy)), wanted["F_raw"], atol=1e-6)
-    scaled = papers.ahakv_gain(params["budget"], apply="scaled", **how)
+    scaled = papers.ahakv_gain(params["budget"], apply="scaled", recent=params["recent"])
     np.testing.assert_allclose(score(bare(scaled)), wanted["F_scaled_literal"], atol=1e-6)
     plain = papers.ahakv_without("gain", params["budget"], **how)
     np.testing.assert_allclose(score(bare(plain)), wanted["F_standard_softmax"], atol=1e-6)

@@ -20,7 +20,7 @@ def test_what_users_import_has_a_page(tmp_path):
     reference.write(tmp_path)
     first = (tmp_path / "kvjax.html").read_text()
     assert first.index('id="generate"') < first.index('id="from_fn"') < first.index('id="Adaptive"')
-    page = (tmp_path / "kvjax" / "evict.html").read_text()
+    page = (tmp_path / "kvjax" / "compose.html").read_text()
     assert "B K S" in page
     assert "jaxtyping" not in (tmp_path / "kvjax" / "methods.html").read_text()
     assert 'id="snapkv"' in (tmp_path / "kvjax" / "methods.html").read_text()  # where a user imports it from

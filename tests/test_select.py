@@ -98,7 +98,7 @@ def test_a_share_of_chunks_as_released_code_rounds_it():
     """15 chunks of 102 tokens: 15 * (1 - 0.8) is below 3 in binary fractions; a fifth of them is 3."""
     arrays = tensors.qkv(1, T=102, B=1)
     chunks = lambda policy: np.unique(np.nonzero(np.asarray(kvjax.evict_layer(policy, *arrays).live[0, 0]))[0] // 7)
-    assert len(chunks(kvpress.kvpress_chunkkv(kvpress.kvpress_knorm(0.8), size=7))) == int(15 * (1 - 0.8)) == 2
+    assert len(chunks(kvpress.kvpress_chunkkv(methods.knorm(kvpress.kept(0.8)), size=7))) == int(15 * (1 - 0.8)) == 2
     assert len(chunks(methods.chunkkv(methods.knorm(0.2), size=7))) == 3
 
 
