@@ -60,7 +60,7 @@ class Attend(Protocol):
           cache: what the layer was given.
           q, k, v: of the new tokens, before rotation.
           layer: what the layer was given.
-          rotate: the rotary embedding, of vectors and positions: `lambda x, pos: x` for none.
+          rotate: the rotary embedding, called with vectors "B K T H" and their positions; `lambda x, pos: x` for none.
           out_proj, hidden: the output projection and the layer's normalised input, for methods that look at them.
           logits: how logits follow from products, and the layer's sliding window.
         """

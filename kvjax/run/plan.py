@@ -12,10 +12,8 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, value
 
-_TILE, _STEP = (
-    8,
-    16,
-)  # what sizes are rounded up to: rows of a tile that a kernel reads; where they differ
+_TILE = 8  # what sizes are rounded up to: rows of a tile that a kernel reads
+_STEP = 16  # the same, where sizes differ
 
 
 @value
