@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.budgets import known
-from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, value
+from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, turned_queries, value
 from kvjax.contract.values import A_COUNT
 from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
 from kvjax.pallas_kernels.columns import accumulator
@@ -173,7 +173,7 @@ class FutureQueries:
         B, H = len(inputs.q), mean.shape[-1]
         basis = jnp.broadcast_to(jnp.eye(H)[None, None], (B, 1, H, H))
         place = lambda i: jnp.broadcast_to((inputs.ctx.length + i)[:, None, None], (B, 1, H))
-        add = lambda i, turned: turned + inputs.rotate(basis, place(i))
+        add = lambda i, turned: turned + turned_queries(inputs.rotate, basis, place(i))
         turned = lax.fori_loop(0, self.horizon, add, jnp.zeros_like(basis))[:, 0] / self.horizon
         turned = turned * inputs.logits.factor(H)
         return jnp.einsum("bnj,bjh->bnh", mean, turned), jnp.einsum("bnij,bih,bjl->bnhl", cov, turned, turned)

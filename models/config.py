@@ -126,6 +126,26 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalRope(DecoderConfig):
+    """A decoder whose layers with a window may have a rotary embedding of their own.
+
+    Attributes:
+      local_rope: that of layers with a window; that of all layers if None.
+    """
+
+    local_rope: Rope | None = None
+
+    @property
+    def additive_rotation(self) -> bool:
+        """Whether turning a key twice is turning it once by the sum, by both embeddings."""
+        return self.rope.additive and (self.local_rope is None or self.local_rope.additive)
+
+    def rotation(self, layer: int) -> Rotate:
+        """The rotary embedding of a layer."""
+        return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
+
+
+@dataclasses.dataclass(frozen=True)
 class LearnedPositions(DecoderConfig):
     """A decoder that adds a vector of its position to each token's, and turns no keys: `rope` is not read."""
 
@@ -305,3 +325,33 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
     found = [w for w in config.windows if w is not None]
     kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
     return {"sliding_window": found[0] if found else None, "layer_types": kinds}
+
+
+def read_ropes(raw: Mapping[str, Any], longest: int, theta: float, local_theta: float) -> dict[str, Rope]:
+    """The fields of `LocalRope`: `rope_parameters` has a section a kind of layer, `rope_scaling` is of full ones.
+
+    Args:
+      raw: the contents of a config.json.
+      longest: its longest position.
+      theta, local_theta: the bases where a section names none.
+
+    Raises:
+      ValueError: what is no section, or a rotary embedding that is not supported.
+    """
+    sections = raw.get("rope_parameters") or {}
+    if not isinstance(sections, Mapping):
+        raise ValueError(f"rope_parameters={sections!r} is not an object with a section for each kind of layer")
+    full, local = ({**(sections.get(kind) or {})} for kind in reversed(LAYER_TYPES))
+    full = {"rope_theta": theta, **full, **(raw.get("rope_scaling") or {})}
+    read = lambda section: Rope.from_hugging_face({"rope_parameters": section}, longest)
+    return {"rope": read(full), "local_rope": read({"rope_theta": local_theta, **local})}
+
+
+def write_ropes(config: LocalRope) -> dict[str, Any]:
+    """The sections of `rope_parameters`, as `read_ropes` reads them."""
+    ropes = dict(zip(LAYER_TYPES, (config.local_rope or config.rope, config.rope), strict=True))
+    found = {kind: rope.to_hugging_face() for kind, rope in ropes.items()}
+    return {
+        kind: {"rope_theta": x["rope_theta"], "rope_type": "default", **x.get("rope_scaling", {})}
+        for kind, x in found.items()
+    }

@@ -4,7 +4,8 @@ No expert has a capacity, so that none of its tokens is dropped, and sizes are s
 """
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.contract.checks import whole
+from kvjax.contract.checks import positive, whole
+from kvjax.models.config import read_flag
 from kvjax.models.llama import ModelConfig
-from kvjax.models.parts import activation, dense, product
+from kvjax.models.parts import GatedMLP, activation, dense, product
 
 _LARGEST_BLOCK = 128  # tokens that an expert's matrices are read for at once
 
@@ -29,6 +31,7 @@ class ExpertsConfig(ModelConfig):
       expert_dim: F, their width.
       normalized: their weights are shares of what these have together, instead of their probabilities among all.
       dense_layers: layers that have one feed-forward network of width `mlp_dim` after all.
+      shared_dim: width of a network that every token passes beside its experts; 0 for none.
     """
 
     num_experts: int = 8
@@ -36,9 +39,11 @@ class ExpertsConfig(ModelConfig):
     expert_dim: int = 1
     normalized: bool = True
     dense_layers: tuple[int, ...] = ()
+    shared_dim: int = 0
 
     def __post_init__(self):
         super().__post_init__()
+        object.__setattr__(self, "shared_dim", whole("shared_dim", self.shared_dim, least=0))
         for name in ("num_experts", "experts_per_token", "expert_dim"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         if self.experts_per_token > self.num_experts:
@@ -52,24 +57,91 @@ class ExpertsConfig(ModelConfig):
         return super().kind(layer), layer in self.dense_layers
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupedExpertsConfig(ExpertsConfig):
+    """A decoder whose experts are weighed each by itself, as in DeepSeek-V3 (arXiv 2412.19437, Section 2.1.2).
+
+    Attributes:
+      groups, chosen_groups: the groups that experts stand in, and of how many a token's experts are: of those whose
+        best two experts have the largest sums.
+      routed_scale: factor on the weights.
+    """
+
+    groups: int = 1
+    chosen_groups: int = 1
+    routed_scale: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("groups", "chosen_groups"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        object.__setattr__(self, "routed_scale", positive("routed_scale", self.routed_scale))
+        members, rest = divmod(self.num_experts, self.groups)
+        if rest or members < 2:
+            raise ValueError(
+                f"{self.num_experts} experts do not fill n_group={self.groups} groups of two or more; mend n_group"
+            )
+        if self.chosen_groups > self.groups or self.experts_per_token > self.chosen_groups * members:
+            raise ValueError(
+                f"every token goes to {self.experts_per_token} experts in topk_group={self.chosen_groups} groups, but "
+                f"there are {self.groups} of {members}; mend topk_group or num_experts_per_tok"
+            )
+
+
+Routed = tuple[Float[Array, "M k"], Int[Array, "M k"]]  # weights of each token's experts, and which they are
+
+
+def by_softmax(config: ExpertsConfig, x: Float[Array, "M D"]) -> Routed:
+    """Experts of the largest probability among all."""
+    p = jax.nn.softmax(dense(config, config.num_experts, False, "gate")(x).astype(jnp.float32))
+    weights, chosen = lax.top_k(p, config.experts_per_token)
+    return weights / weights.sum(-1, keepdims=True) if config.normalized else weights, chosen
+
+
+def by_sigmoid(config: GroupedExpertsConfig, x: Float[Array, "M D"]) -> Routed:
+    """Experts of the largest scores, each by itself."""
+    return SigmoidGate(config, name="gate")(x)
+
+
+class SigmoidGate(nn.Module):
+    """Weighs experts each by itself; a bias has a say in the choice alone."""
+
+    config: GroupedExpertsConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "M D"]) -> Routed:
+        """Weights and experts of each token."""
+        c, (M, D), wide = self.config, x.shape, jnp.float32
+        weight = self.param("weight", nn.initializers.lecun_normal(-1, 0), (c.num_experts, D), jnp.dtype(c.dtype))
+        bias = self.param("e_score_correction_bias", nn.initializers.zeros, (c.num_experts,), wide)
+        p = jax.nn.sigmoid(product(x.astype(wide), weight.astype(wide)))
+        rated = (p + bias[None]).reshape(M, c.groups, -1)
+        best = lax.top_k(rated, 2)[0].sum(-1)
+        left = jnp.zeros(best.shape, bool).at[jnp.arange(M)[:, None], lax.top_k(best, c.chosen_groups)[1]].set(True)
+        _, chosen = lax.top_k(jnp.where(left[..., None], rated, -jnp.inf).reshape(M, -1), c.experts_per_token)
+        weights = jnp.take_along_axis(p, chosen, 1)
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20) if c.normalized else weights
+        return weights * c.routed_scale, chosen
+
+
 class Experts(nn.Module):
     """Gated feed-forward networks, and a router that weighs them for each token.
 
     Attributes:
       config: sizes, dtype and the activation.
       names: of the projections to the gate, up and down.
+      route: weighs and chooses.
     """
 
     config: ExpertsConfig
     names: tuple[str, str, str]
+    route: Callable[[Any, Array], Routed] = by_softmax
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The weighted sum of each token's experts."""
         c, flat = self.config, x.reshape(-1, x.shape[-1])
-        p = jax.nn.softmax(dense(c, c.num_experts, False, "gate")(flat).astype(jnp.float32))
-        weights, chosen = lax.top_k(p, c.experts_per_token)
-        weights = weights / weights.sum(-1, keepdims=True) if c.normalized else weights
+        weights, chosen = self.route(c, flat)
         gate, up, down = Stack(c, self.names, name="experts")()
 
         def expert(e: Int[Array, ""], x: Float[Array, "R D"]) -> Float[Array, "R D"]:
@@ -84,7 +156,8 @@ class Experts(nn.Module):
         y = lax.map(lambda block: expert(block[0], rows(block[1])), (owner, token))
         w = weights.reshape(-1).at[place].get(mode="fill", fill_value=0).astype(y.dtype)
         out = jnp.zeros_like(flat).at[token].add(y * w[..., None], mode="drop")
-        return out.reshape(x.shape)
+        out = out.reshape(x.shape)
+        return out + GatedMLP(c, width=c.shared_dim, name="shared_experts")(x) if c.shared_dim else out
 
 
 class Stack(nn.Module):
@@ -135,3 +208,47 @@ def blocks(expert: Int[Array, "M"], num_experts: int, size: int) -> tuple[Int[Ar
     place = jnp.full((G, size), M, jnp.int32).at[block, within % size].set(order)
     owner = jnp.searchsorted(last, jnp.arange(G, dtype=jnp.int32), side="right").astype(jnp.int32)
     return place, jnp.minimum(owner, num_experts - 1)
+
+
+def sigmoid_network(config: GroupedExpertsConfig, layer: int) -> nn.Module:
+    """The experts of a layer, or the one network of a dense layer, as DeepSeek-V3 names them."""
+    if layer in config.dense_layers:
+        return GatedMLP(config, name="mlp")
+    return Experts(config, ("gate_proj", "up_proj", "down_proj"), by_sigmoid, name="mlp")
+
+
+def read_groups(raw: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The fields of `GroupedExpertsConfig` that `ModelConfig` lacks, under DeepSeek-V3's keys of a config.json.
+
+    Raises:
+      ValueError: a value that its key cannot have.
+    """
+    size = lambda key, default=None: whole(key, raw.get(key, default))
+    first = whole("first_k_dense_replace", raw["first_k_dense_replace"], least=0)
+    shared = whole("n_shared_experts", raw["n_shared_experts"], least=0)
+    return {
+        "num_experts": size("n_routed_experts", raw.get("num_local_experts")),
+        "experts_per_token": size("num_experts_per_tok"),
+        "expert_dim": size("moe_intermediate_size"),
+        "shared_dim": size("moe_intermediate_size") * shared,
+        "groups": size("n_group", 1),
+        "chosen_groups": size("topk_group", 1),
+        "routed_scale": positive("routed_scaling_factor", raw.get("routed_scaling_factor", 1.0)),
+        "normalized": read_flag(raw, "norm_topk_prob", True),
+        "dense_layers": tuple(range(min(first, layers))),
+    }
+
+
+def write_groups(config: GroupedExpertsConfig) -> dict[str, Any]:
+    """The inverse of `read_groups`."""
+    return {
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_dim,
+        "n_shared_experts": config.shared_dim // config.expert_dim,
+        "n_group": config.groups,
+        "topk_group": config.chosen_groups,
+        "routed_scaling_factor": config.routed_scale,
+        "norm_topk_prob": config.normalized,
+        "first_k_dense_replace": len(config.dense_layers),
+    }

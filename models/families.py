@@ -4,11 +4,29 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import falcon, gemma, gpt2, gpt_neox, gptj, llama, mixtral, mpt, opt, phi3, qwen3_moe, stablelm
+from kvjax.models import (
+    falcon,
+    gemma,
+    glm4,
+    glm4_moe,
+    gpt2,
+    gpt_neox,
+    gptj,
+    llama,
+    mixtral,
+    mpt,
+    olmo,
+    opt,
+    phi3,
+    qwen3_moe,
+    smollm3,
+    stablelm,
+)
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family
 
-_FILES = (llama, gemma, phi3, mixtral, qwen3_moe, gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon)
+_FILES = (llama, smollm3, olmo, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe)
+_FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon)
 FAMILIES = tuple(file.FAMILY for file in _FILES)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}

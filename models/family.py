@@ -58,6 +58,8 @@ class Family:
       stacked: the submodule whose parameters hold those of a list's members along their first axis: `experts/w1`
         "E ..." is stored as E matrices, `experts.0.w1.weight` and so on, `norms/scale` "N H" as N vectors,
         `norms.0.weight` and so on.
+      further: whether files may hold layers behind the last one, which predict tokens further ahead and are not read.
+      float32: endings of stored tensors that are in float32 whatever the dtype of the others.
     """
 
     architectures: Mapping[str, str]
@@ -73,6 +75,8 @@ class Family:
     conv1d: bool = False
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: _JOINED)
     stacked: str | None = None
+    further: bool = False
+    float32: tuple[str, ...] = ()
 
     def tensors(self, path: tuple[str, ...], shape: tuple[int, ...]) -> list["Tensor"]:
         """Where a parameter of this shape is stored: as one tensor, or as several parts."""

@@ -13,15 +13,16 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.contract import Rotate
 from kvjax.contract.checks import positive, whole
 from kvjax.models.config import (
-    DecoderConfig,
+    LocalRope,
     read_cap,
     read_flag,
+    read_ropes,
     read_sizes,
     read_windows,
     renamed,
+    write_ropes,
     write_sizes,
     write_windows,
 )
@@ -33,7 +34,7 @@ from kvjax.pallas_kernels.logits import Logits, capped
 
 
 @dataclasses.dataclass(frozen=True)
-class GemmaConfig(DecoderConfig):
+class GemmaConfig(LocalRope):
     """A decoder of the Gemma families.
 
     Attributes:
@@ -41,7 +42,6 @@ class GemmaConfig(DecoderConfig):
       attention_bias: whether the projections of attention have a bias.
       query_scalar: logits of attention are divided by its square root; head_dim if None.
       attention_cap, final_cap: soft caps on logits of attention and of tokens; None for none.
-      local_rope: the rotary embedding of layers with a window; that of all layers if None.
     """
 
     generation: int = 3
@@ -49,16 +49,6 @@ class GemmaConfig(DecoderConfig):
     query_scalar: float | None = None
     attention_cap: float | None = None
     final_cap: float | None = None
-    local_rope: Rope | None = None
-
-    @property
-    def additive_rotation(self) -> bool:
-        """Whether turning a key twice is turning it once by the sum, by both embeddings."""
-        return self.rope.additive and (self.local_rope is None or self.local_rope.additive)
-
-    def rotation(self, layer: int) -> Rotate:
-        """The rotary embedding of a layer."""
-        return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 
 
 class Attention(nn.Module):
@@ -173,21 +163,8 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if generation == 2:
         cap = read_cap(raw, "attn_logit_softcapping")
         return {**fields, "attention_cap": cap, "rope": Rope.from_hugging_face(raw, longest)}
-    return {**fields, **_ropes(raw, longest)}
-
-
-def _ropes(raw: Mapping[str, Any], longest: int) -> dict[str, Rope]:
-    """Gemma 3's two rotary embeddings: of global layers, and of local ones."""
-    sections = raw.get("rope_parameters") or {}
-    if not isinstance(sections, Mapping):
-        raise ValueError(f"rope_parameters={sections!r} is not an object with a section for each kind of layer")
-    whole_, local = ({**(sections.get(kind) or {})} for kind in ("full_attention", "sliding_attention"))
-    whole_ = {"rope_theta": raw.get("rope_theta", 1e6), **whole_, **(raw.get("rope_scaling") or {})}
-    local = {"rope_theta": raw.get("rope_local_base_freq", 1e4), **local}
-    return {
-        "rope": Rope.from_hugging_face({"rope_parameters": whole_}, longest),
-        "local_rope": Rope.from_hugging_face({"rope_parameters": local}, longest),
-    }
+    whole_, local = raw.get("rope_theta", 1e6), raw.get("rope_local_base_freq", 1e4)
+    return {**fields, **read_ropes(raw, longest, whole_, local)}
 
 
 def _write(config: GemmaConfig) -> dict[str, Any]:
@@ -208,14 +185,9 @@ def _write(config: GemmaConfig) -> dict[str, Any]:
     }
     if config.generation == 2:
         return {**raw, **config.rope.to_hugging_face(), "attn_logit_softcapping": config.attention_cap}
-    ropes = {"full_attention": config.rope, "sliding_attention": config.local_rope or config.rope}
-    older = {**config.rope.to_hugging_face(), "rope_local_base_freq": ropes["sliding_attention"].theta}
-    return {**raw, **older, "rope_parameters": {kind: _section(rope) for kind, rope in ropes.items()}}
-
-
-def _section(rope: Rope) -> dict[str, Any]:
-    found = rope.to_hugging_face()
-    return {"rope_theta": found["rope_theta"], "rope_type": "default", **found.get("rope_scaling", {})}
+    ropes = write_ropes(config)
+    older = {**config.rope.to_hugging_face(), "rope_local_base_freq": ropes["sliding_attention"]["rope_theta"]}
+    return {**raw, **older, "rope_parameters": ropes}
 
 
 FAMILY = Family(_ARCHITECTURES, GemmaConfig, Gemma, _read, _write)

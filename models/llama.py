@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral, Ministral, Qwen2 and Qwen3: rotary embeddings, RMSNorm before each part, a gated MLP."""
+"""Llama 2 and 3, Mistral, Ministral (3), Qwen2 and Qwen3: rotary embeddings, RMSNorm before each part, a gated MLP."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -100,7 +100,10 @@ class Llama(Decoder):
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     raw = {**_DEFAULTS.get(architecture, {}), **raw}
     sizes = read_sizes(raw)
-    rope = Rope.from_hugging_face(raw, sizes["max_position"])
+    grows = architecture == "Ministral3ForCausalLM"
+    if grows and not (raw.get("rope_scaling") or raw.get("rope_parameters")):
+        raw["rope_parameters"] = _GROWING
+    rope = Rope.from_hugging_face(raw, sizes["max_position"], grows=grows)
     return {**sizes, "rope": rope, **_switches(raw, architecture, sizes["num_layers"])}
 
 
@@ -109,7 +112,7 @@ def _switches(raw: Mapping[str, Any], architecture: str, layers: int) -> dict[st
     bias = read_flag(raw, "attention_bias")
     if architecture == "LlamaForCausalLM":
         return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": read_flag(raw, "mlp_bias")}
-    if architecture in ("MistralForCausalLM", "MinistralForCausalLM"):
+    if architecture in ("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"):
         return {"sliding_window": read_windows(raw, ["sliding_attention"] * layers)}
     # Layers of Qwen have windows by name or, in older files, from `max_window_layers` on.
     first = whole("max_window_layers", raw.get("max_window_layers", 28), least=0)
@@ -128,6 +131,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         own = {"attention_bias": config.qkv_bias, "use_sliding_window": sliding, **windows}
     elif config.qkv_bias and not config.out_bias:
         architecture, own = "Qwen2ForCausalLM", {"use_sliding_window": sliding, **windows}
+    elif config.rope.growth:
+        architecture, own = "Ministral3ForCausalLM", {"sliding_window": windows["sliding_window"]}
     elif len(set(windows["layer_types"])) > 1:
         architecture, own = "MinistralForCausalLM", windows
     elif sliding or config.embed_dim % config.num_query_heads:  # transformers refuses a Llama of such a width
@@ -140,10 +145,25 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 # What transformers' config classes assume where a config.json is silent.
 _MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 4096 * 32}
+_GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _QWEN2 = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": _MISTRAL,
     "MinistralForCausalLM": _MISTRAL,
+    "Ministral3ForCausalLM": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+    },
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": {**_QWEN2, "head_dim": 128},
 }
@@ -151,6 +171,7 @@ _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "ministral",
+    "Ministral3ForCausalLM": "ministral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }

@@ -161,19 +161,26 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """A feed-forward network with a gate (arXiv 2002.05202)."""
+    """A feed-forward network with a gate (arXiv 2002.05202).
+
+    Attributes:
+      config: sizes, dtype and the activation.
+      bias: whether its projections have one.
+      width: F; that of the config if None.
+    """
 
     config: DecoderConfig
     bias: bool = False
+    width: int | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The gated sum."""
-        c = self.config
-        groups = math.gcd(c.num_kv_heads, c.mlp_dim)  # which devices may share
-        y = dense(c, (groups, 2, c.mlp_dim // groups), self.bias, "gate_up_proj")(x)
+        c, F = self.config, self.width or self.config.mlp_dim
+        groups = math.gcd(c.num_kv_heads, F)  # which devices may share
+        y = dense(c, (groups, 2, F // groups), self.bias, "gate_up_proj")(x)
         y = activation(c, y[..., 0, :]) * y[..., 1, :]
-        return dense(c, c.embed_dim, self.bias, "down_proj")(y.reshape(*x.shape[:-1], c.mlp_dim))
+        return dense(c, c.embed_dim, self.bias, "down_proj")(y.reshape(*x.shape[:-1], F))
 
 
 def heads(

@@ -29,6 +29,7 @@ _SECTION = {
 }
 _CONTEXT = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
+_GROWTH = "llama_4_scaling_beta"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Rope:
       short_factor, long_factor: longrope's, for sequences inside the original context and for longer ones.
       channels: how many of a head's channels turn, the first ones; all if None.
       interleaved: whether neighbours make the pairs that turn (GPT-J), or channels half of those apart.
+      growth: queries at position p are multiplied by `1 + growth * log(1 + floor(p / original_max))` (Llama 4).
     """
 
     kind: RopeKind = "default"
@@ -64,6 +66,7 @@ class Rope:
     long_factor: tuple[float, ...] = ()
     channels: int | None = None
     interleaved: bool = False
+    growth: float = 0.0
 
     def __post_init__(self):
         one_of("kind", self.kind, *_KINDS)
@@ -83,6 +86,11 @@ class Rope:
         object.__setattr__(self, "original_max", whole("original_max", self.original_max))
         for name in ("theta", *_LLAMA3, "beta_fast", "beta_slow", "attention_factor"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
+        object.__setattr__(self, "growth", self.growth and positive("growth", self.growth))
+        if self.growth and self.kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"growth={self.growth} beside rotary scaling {self.kind!r} is not supported; give growth=0"
+            )
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor={self.low_freq_factor} is not less than high_freq_factor={self.high_freq_factor}; "
@@ -93,7 +101,13 @@ class Rope:
 
     @classmethod
     def from_hugging_face(
-        cls, raw: Mapping[str, Any], max_position: int, *, head_dim: int | None = None, partial: bool = False
+        cls,
+        raw: Mapping[str, Any],
+        max_position: int,
+        *,
+        head_dim: int | None = None,
+        partial: bool = False,
+        grows: bool = False,
     ) -> "Rope":
         """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
@@ -105,6 +119,7 @@ class Rope:
           max_position: its longest position.
           head_dim: H, for what is a share of it.
           partial: whether the architecture reads `partial_rotary_factor`.
+          grows: whether it has queries that grow with their position, and `llama_4_scaling_beta` to say by how much.
 
         Raises:
           ValueError: a scaling that is not supported, or a value that its key cannot have.
@@ -129,7 +144,11 @@ class Rope:
             fields["original_max"] = max_position
         if shares and shares[0] != 1 and head_dim is not None:
             fields["channels"] = int(head_dim * positive("partial_rotary_factor", shares[0]))
-        if kind in _CONTEXT:
+        if grows:
+            if missing := [k for k in (_GROWTH, _ORIGINAL) if section.get(k) is None]:
+                raise ValueError(f"queries grow with their position, but the rotary section lacks {missing}")
+            fields["growth"] = positive(_GROWTH, section[_GROWTH])
+        if kind in _CONTEXT or grows:
             found = [x for x in (raw.get(_ORIGINAL), section.get(_ORIGINAL), max_position) if x is not None]
             fields["original_max"] = whole(_ORIGINAL, found[0])
         if kind == "yarn":
@@ -157,17 +176,20 @@ class Rope:
     @property
     def used(self) -> tuple[Any, ...]:
         """The values of the fields that this kind depends on."""
-        names = ("kind", "theta", "attention_factor", "channels", "interleaved", *_SECTION[self.kind])
-        original = () if self.kind in ("default", "linear") else (self.original_max,)
+        names = ("kind", "theta", "attention_factor", "channels", "interleaved", "growth", *_SECTION[self.kind])
+        original = () if self.kind in ("default", "linear") and not self.growth else (self.original_max,)
         return (*(getattr(self, n) for n in names), *original)
 
     def to_hugging_face(self) -> dict[str, Any]:
         """`rope_theta` and, if positions are scaled, `rope_scaling`, as transformers 4 and 5 read them."""
         section = {"rope_type": self.kind, **{k: getattr(self, k) for k in _SECTION[self.kind]}}
         section = {k: list(x) if isinstance(x, tuple) else x for k, x in section.items()}
-        if self.kind in _CONTEXT:
+        if self.kind in _CONTEXT or self.growth:
             section[_ORIGINAL] = self.original_max
-        return {"rope_theta": self.theta} | ({} if self.kind == "default" else {"rope_scaling": section})
+        if self.growth:
+            section[_GROWTH] = self.growth
+        scaled = self.kind != "default" or self.growth
+        return {"rope_theta": self.theta} | ({"rope_scaling": section} if scaled else {})
 
     @property
     def additive(self) -> bool:
@@ -228,6 +250,14 @@ class Rope:
         that depend on the length take it from the last position, or from `least`, if that is more.
         """
         return self._turned(x, *self._factors(pos, x.shape[-1], least))
+
+    def queries(self, x: Float[Array, "B N T H"], pos: Int[Array, "B #N T"]) -> Float[Array, "B N T H"]:
+        """Rotates queries, which may have a factor that grows with their position."""
+        turned = self(x, pos)
+        if not self.growth:
+            return turned
+        factor = 1 + self.growth * jnp.log1p((pos // self.original_max).clip(0).astype(jnp.float32))
+        return turned * factor.astype(x.dtype)[..., None]
 
     def of_text(self, least: Int[Array, "B"]) -> Rotate:
         """The rotation in texts of at least so many tokens, of which the positions may be a part."""

@@ -96,7 +96,8 @@ def load(
     config = _config_in(path, "float32" if dtype == _AUTO else dtype)
     tensors = family_of(config).prefixed(stored_tensors(_weights(path, source, revision)))
     if dtype == _AUTO:
-        kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family_of(config).ignored)}
+        family = family_of(config)
+        kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family.ignored + family.float32)}
         config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))
     model = LanguageModel(config)
     return model, _assemble(model, tensors, path, sharding)
@@ -377,6 +378,10 @@ def _assemble(
     wanted = jax.tree_util.tree_leaves_with_path(shapes)
     names = {t.name: t for keys, leaf in wanted for t in family.tensors(tuple(k.key for k in keys), leaf.shape)}
     extra = {n for n in tensors if n not in names and not n.endswith(family.ignored)}
+    if family.further:
+        extra -= {
+            n for n in extra for i in _LAYER.split(n, maxsplit=1)[1:] if int(i.split(".")[0]) >= model.config.num_layers
+        }
     if tied and head in extra:
         if table not in tensors or not same(tensors[head], tensors[table]):
             raise ValueError(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.pallas_kernels import pooled, recovery, reference, xla
 from kvjax.pallas_kernels.columns import Attention, Columns, Recovery, Softmax
 from kvjax.pallas_kernels.kinds import NonNegative, Size
-from kvjax.pallas_kernels.logits import Logits
+from kvjax.pallas_kernels.logits import Logits, beside_nothing
 
 Implementation = Literal["xla", "triton", "mosaic_gpu", "cudnn", "interpret", "reference"]
 Result = TypeVar("Result")
@@ -128,18 +128,18 @@ def attention(
     q_pos = jnp.broadcast_to(jnp.arange(S - T, S), (B, T)) if q_pos is None else q_pos
     kv_pos = jnp.broadcast_to(jnp.arange(S), (B, K, S)) if kv_pos is None else kv_pos
     columns = _checked_columns(columns, B, N, K, T)
-    logits, bias = _biased(logits, N, kv_pos, bias)
+    logits, bias, nothing = _without_arrays(logits, N, kv_pos, bias)
     arrays, structure = jax.tree.flatten(columns)
 
-    def run(order, q, k, v, q_pos, kv_pos, bias, arrays):
+    def run(order, *args):
+        *args, arrays = args
         if order.output[0] in _WHOLE:
-            columns = jax.tree.unflatten(structure, arrays)
-            return _WHOLE[order.output[0]](q, k, v, q_pos, kv_pos, bias, columns=columns, logits=logits)
+            return _WHOLE[order.output[0]](*args, columns=jax.tree.unflatten(structure, arrays), logits=logits)
         static = (dataclasses.replace(order, own=own), structure, (("logits", logits),))
-        return Attention(*_kernel_attention(static, q, k, v, q_pos, kv_pos, bias, arrays))
+        return Attention(*_kernel_attention(static, *args, arrays))
 
     q_pos, kv_pos = (jnp.asarray(x, jnp.int32) for x in (q_pos, kv_pos))
-    return _on_device(run, implementation, q, k, v, q_pos, kv_pos, bias, arrays)
+    return _on_device(run, implementation, q, k, v, q_pos, kv_pos, bias, nothing, arrays)
 
 
 def pooled_attention(
@@ -191,19 +191,20 @@ def pooled_attention(
             f"{N} query heads are not a multiple of num_kv_heads={num_kv_heads}; every kv head serves N / K query heads"
         )
     _check("bias", bias, np.floating, B, N // num_kv_heads, P)
+    _check("logits' nothing", logits.nothing, np.floating, N)
+    logits, nothing = dataclasses.replace(logits, nothing=None), logits.nothing
     columns = _checked_columns(columns, B, N, num_kv_heads, T)
     options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "in_order": in_order, "logits": logits}
     arrays, structure = jax.tree.flatten(columns)
 
-    def run(order, q, k, v, owner, q_pos, kv_pos, bias, arrays):
+    def run(order, *args):
+        *args, arrays = args
         if order.output[0] in _POOLED:
-            columns = jax.tree.unflatten(structure, arrays)
-            return _POOLED[order.output[0]](q, k, v, owner, q_pos, kv_pos, bias, columns=columns, **options)
-        static = (order, structure, tuple(options.items()))
-        return Attention(*_kernel_pool(static, q, k, v, owner, q_pos, kv_pos, bias, arrays))
+            return _POOLED[order.output[0]](*args, columns=jax.tree.unflatten(structure, arrays), **options)
+        return Attention(*_kernel_pool((order, structure, tuple(options.items())), *args, arrays))
 
     owner, q_pos, kv_pos = (jnp.asarray(x, jnp.int32) for x in (owner, q_pos, kv_pos))
-    return _on_device(run, implementation, q, k, v, owner, q_pos, kv_pos, bias, arrays)
+    return _on_device(run, implementation, q, k, v, owner, q_pos, kv_pos, bias, nothing, arrays)
 
 
 def recovered_attention(
@@ -234,7 +235,7 @@ def recovered_attention(
       within: for each set a band, or None: keys with `q_pos - kv_pos < within` are kept as well.
       tolerance: measures `elementwise` too: how much a probability may change. A kept entry changes when its row is
         renormalised on the kept keys, a dropped one by its whole probability. None skips that work.
-      bias, logits, implementation: as in `attention`.
+      bias, logits, implementation: as in `attention`; shares are among keys, whatever part attends to nothing.
 
     Raises:
       ValueError: shapes that do not fit together, or an unknown implementation.
@@ -245,7 +246,7 @@ def recovered_attention(
         raise ValueError(f"{len(bands)} bands for {len(masks)} masks; give one for each, or None")
     for band in bands:
         _check("within", band, np.integer, B)
-    logits, bias = _biased(logits, N, kv_pos, bias)
+    logits, bias, _ = _without_arrays(logits, N, kv_pos, bias)
 
     def run(order, *args):
         def compute(name):
@@ -323,12 +324,12 @@ def first_served(operation: str, tries: Sequence[tuple[str, Callable[[], Result]
     raise NotImplementedError(f"nothing computes {operation}: {'; '.join(reasons)}")
 
 
-def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, logits):
+def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, nothing, *, logits):
     """Output, logsumexp and statistics, each from the first implementation that serves it."""
     from kvjax.pallas_kernels import cudnn, gpu  # Pallas takes a second to import, and only kernels need it
 
     arrays, spec = (q, k, v, q_pos, kv_pos), gpu.bl.Spec.of_model(logits, q.shape[-1])
-    in_xla = functools.partial(xla.attention, *arrays, bias, logits=logits)
+    in_xla = functools.partial(xla.attention, *arrays, bias, nothing, logits=logits)
 
     def forward(name):
         if name == "xla":
@@ -342,11 +343,13 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, logits):
     _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order.output])
     if isinstance(result, Attention):
         return result.out, result.lse, result.columns
+    result = *beside_nothing(*result[:2], nothing), result[2]
 
     def column(name, wanted):
         if name == "xla":
             return in_xla(columns=(wanted,)).columns[0]
-        return gpu.column(wanted, q, k, result, q_pos, kv_pos, logits=spec, backend=name, bias=bias)
+        how = {"logits": spec, "backend": name, "bias": bias, "nothing": nothing}
+        return gpu.column(wanted, q, k, result, q_pos, kv_pos, **how)
 
     measured = []
     for c in columns:
@@ -355,16 +358,15 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, *, logits):
     return result[0], result[1], tuple(measured)
 
 
-def _pool_forward(order, columns, q, k, v, owner, q_pos, kv_pos, bias, *, num_kv_heads, in_order, logits):
+def _pool_forward(order, columns, *arrays, num_kv_heads, in_order, logits):
     from kvjax.pallas_kernels import gpu  # see above
 
     def forward(name):
-        arrays = q, k, v, owner, q_pos, kv_pos, bias
         if name == "xla":
             options: dict[str, Any] = {"num_kv_heads": num_kv_heads, "in_order": in_order, "logits": logits}
             found = pooled.pooled_attention(*arrays, columns=columns, **options)
             return found.out, found.lse, found.columns
-        spec = gpu.bl.Spec.of_model(logits, q.shape[-1])
+        spec = gpu.bl.Spec.of_model(logits, arrays[0].shape[-1])
         return gpu.pooled_forward(*arrays, num_kv_heads=num_kv_heads, columns=columns, spec=spec, backend=name)
 
     return first_served("attention over a pool", [(name, functools.partial(forward, name)) for name in order.output])[1]
@@ -433,10 +435,12 @@ def _checked_sizes(q: Any, k: Any) -> tuple[int, int, int, int, int]:
     return B, N, T, K, S
 
 
-def _biased(logits: Logits, N: int, kv_pos: Any, bias: Any) -> tuple[Logits, Any]:
-    """Logits without arrays, which are static, and the bias of keys with what slopes add."""
+def _without_arrays(logits: Logits, N: int, kv_pos: Any, bias: Any) -> tuple[Logits, Any, Any]:
+    """Logits without arrays, which are static, the bias of keys with what slopes add, and the logits for nothing."""
     _check("logits' slopes", logits.slopes, np.floating, N)
-    return logits.biased(kv_pos, bias)
+    _check("logits' nothing", logits.nothing, np.floating, N)
+    static, bias = logits.biased(kv_pos, bias)
+    return dataclasses.replace(static, nothing=None), bias, logits.nothing
 
 
 def _checked_columns(columns: Sequence[Columns], B: int, N: int, K: int, T: int) -> tuple[Columns, ...]:

@@ -22,6 +22,7 @@ from kvjax.pallas_kernels import (
     reference,
 )
 from kvjax.pallas_kernels.columns import Columns, thresholds
+from kvjax.pallas_kernels.logits import beside_nothing
 
 Forward = tuple[Float[Array, "B N T H"] | None, Float[Array, "B N T"], Array | None]
 
@@ -51,7 +52,7 @@ def forward(
     backend: str,
     bias: Float[Array, "B N S"] | None = None,
 ) -> Forward:
-    """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"."""
+    """Output, logsumexp and, for one row a head where they are wanted, its logits "B K G S"; none for nothing."""
     if backend == "mosaic_gpu" and bias is None:
         arrays = q, k, v, q_pos, bl.readable(kv_pos)
         if q.shape[2] == 1:
@@ -74,15 +75,16 @@ def column(
     logits: bl.Spec,
     backend: str,
     bias: Float[Array, "B N S"] | None = None,
+    nothing: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B _ ..."]:
-    """One statistic of the attention that `forward` computed, with the same bias.
+    """One statistic of the attention that `forward` computed, with the same bias, beside a logit for nothing.
 
     Raises:
       NotImplementedError: for statistics that no kernel computes.
     """
     _, lse, row = result
     if row is not None:
-        return row_column(spec, row, lse, q_pos, kv_pos, logits)
+        return row_column(spec, row, lse, q_pos, kv_pos, logits, nothing)
     B, N, T, _ = q.shape
     K = k.shape[1]
     G = N // K
@@ -101,6 +103,9 @@ def column(
     lse_of, sums_of = _kernels(backend, logits, what, q, k, seed, bias)
     if own is not None:
         _, lse = lse_of(q, k, None, q_pos, keys, spec=logits, multiplier=multiplier)
+        if nothing is not None:
+            beside = nothing.astype(lse.dtype)[None, :, None]
+            lse = jnp.logaddexp(lse, beside if multiplier is None else beside * jnp.repeat(multiplier, G, axis=1))
     theta = None
     if spec.element == "above":
         visible = (
@@ -167,13 +172,15 @@ def row_column(
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B K S"],
     logits: bl.Spec,
+    nothing: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B _ ..."]:
     """A statistic of a single row: as the specification says, on the logits that the decode kernel kept."""
     seen = logits.visible(q_pos, kv_pos)
     x = row[:, :, :, None]
     lse = lse.reshape(*row.shape[:3], 1, 1)
     p = jnp.where(seen[:, :, None], jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)), 0.0)
-    return reference.column(spec, p, x, seen, q_pos, kv_pos, logits)
+    nothing = None if nothing is None else nothing.astype(x.dtype).reshape(1, *row.shape[1:3], 1, 1)
+    return reference.column(spec, p, x, seen, q_pos, kv_pos, logits, nothing)
 
 
 def pooled_forward(
@@ -184,6 +191,7 @@ def pooled_forward(
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
     bias: Float[Array, "B G P"] | None = None,
+    nothing: Float[Array, "N"] | None = None,
     *,
     num_kv_heads: int,
     columns: Sequence[Columns],
@@ -199,12 +207,13 @@ def pooled_forward(
         with_logits=bool(columns),
         interpret=interpret,
     )
+    out, lse = beside_nothing(out, lse, nothing)
     if row is None:
         return out, lse, ()
     owner = jnp.where(kv_pos >= 0, owner, -1)
     seen = pooled.pool_visible(owner, q_pos, kv_pos, spec.window)
     p = pooled.probabilities(row, lse.reshape(q.shape[0], num_kv_heads, -1), seen, owner)
     measured = pooled.pool_columns(
-        *(columns, p, row, seen, owner, q_pos, kv_pos), num_kv_heads=num_kv_heads, window=spec.window
+        *(columns, p, row, seen, owner, q_pos, kv_pos), num_kv_heads=num_kv_heads, window=spec.window, nothing=nothing
     )
     return out, lse, measured

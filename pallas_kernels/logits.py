@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -20,12 +21,15 @@ class Logits:
       softcap: logits become `softcap * tanh(logits / softcap)`.
       window: a row sees only positions larger than its own minus `window`.
       slopes: ALiBi's: a key's logits fall by its query head's slope for each place behind the newest key.
+      nothing: of every query head the logit of attending to nothing, so that a row's probabilities sum to less than one
+        (the learned sinks of GPT-OSS, arXiv 2508.10925).
     """
 
     scale: Positive | None = static(default=None)
     softcap: Positive | None = static(default=None)
     window: Size | None = static(default=None)
     slopes: Float[Array, "N"] | None = None
+    nothing: Float[Array, "N"] | None = None
 
     def __post_init__(self):
         check_fields(self)
@@ -62,6 +66,16 @@ class Logits:
             return self, bias
         slope = linear_bias(self.slopes, places)
         return dataclasses.replace(self, slopes=None), slope if bias is None else bias + slope
+
+
+def beside_nothing(
+    out: Float[Array, "B N T H"], lse: Float[Array, "B N T"], nothing: Float[Array, "N"] | None
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B N T"]]:
+    """Output and logsumexp of rows that may attend to nothing, from those of rows that may not (`Logits.nothing`)."""
+    if nothing is None:
+        return out, lse
+    nothing = nothing.astype(lse.dtype)[None, :, None]
+    return out * jax.nn.sigmoid(lse - nothing).astype(out.dtype)[..., None], jnp.logaddexp(lse, nothing)
 
 
 def capped(logits: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:

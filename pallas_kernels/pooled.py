@@ -26,7 +26,7 @@ from kvjax.pallas_kernels.columns import (
     rescaled,
     thresholds,
 )
-from kvjax.pallas_kernels.logits import Logits
+from kvjax.pallas_kernels.logits import Logits, beside_nothing
 
 MIN_BLOCK = 16  # products of smaller blocks cost more than K times the arithmetic does
 MIN_HEADS = 4  # and so do those of fewer kv heads
@@ -41,6 +41,7 @@ def pooled_attention(
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
     bias: Float[Array, "B G P"] | None = None,
+    nothing: Float[Array, "N"] | None = None,
     *,
     num_kv_heads: int,
     in_order: bool = False,
@@ -69,9 +70,10 @@ def pooled_attention(
         x = blocks.logits(rows, k, of)
         found = blocks.attend(x, v, seen, K)
         out, lse, x = lax.cond(blocks.cover(), lambda: found, by_slot)
-    p = probabilities(x, lse, seen, owner)
-    measured = pool_columns(columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads=K, window=logits.window)
-    return Attention(out.reshape(B, N, 1, H).astype(q.dtype), lse.reshape(B, N, 1), measured)
+    out, lse = beside_nothing(out.reshape(B, N, 1, H).astype(q.dtype), lse.reshape(B, N, 1), nothing)
+    p = probabilities(x, lse.reshape(B, K, -1), seen, owner)
+    how = {"num_kv_heads": K, "window": logits.window, "nothing": nothing}
+    return Attention(out, lse, pool_columns(columns, p, x, seen, owner, q_pos, kv_pos, **how))
 
 
 def _power_of_two(n: int) -> int:
@@ -245,15 +247,16 @@ def pool_columns(
     *,
     num_kv_heads: int,
     window: int | None,
+    nothing: Float[Array, "N"] | None = None,
 ) -> tuple[Array, ...]:
     """Every statistic of one row, from its probabilities `p` and its logits `x` before the mask.
 
     `x` is read only by statistics with a softmax of their own, `p` by the others.
     """
-    return tuple(_column(c, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, window) for c in columns)
+    return tuple(_column(c, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, window, nothing) for c in columns)
 
 
-def _column(spec: Columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, window):
+def _column(spec: Columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, window, nothing):
     B, G, _ = (p if x is None else x).shape
     own = spec.softmax
     if own is not None:
@@ -268,6 +271,9 @@ def _column(spec: Columns, p, x, seen, owner, q_pos, kv_pos, num_kv_heads, windo
         if own.multiplier is not None:
             x = rescaled(x, by_owner(own.multiplier.astype(x.dtype), owner))
         _, _, lse = _exponentials(jnp.repeat(x[:, None], num_kv_heads, axis=1), seen, owner)
+        if nothing is not None:
+            beside = nothing.astype(x.dtype).reshape(1, num_kv_heads, G)
+            lse = jnp.logaddexp(lse, beside if own.multiplier is None else beside * own.multiplier)
         p = probabilities(x, lse, seen, owner)
     if not spec.count_self:
         p = jnp.where((kv_pos == q_pos)[:, None], 0.0, p)

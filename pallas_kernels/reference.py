@@ -30,6 +30,7 @@ def attention(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     bias: Float[Array, "B N S"] | None = None,
+    nothing: Float[Array, "N"] | None = None,
     *,
     columns: Sequence[Columns] = (),
     logits: Logits,
@@ -44,22 +45,24 @@ def attention(
     if bias is not None:
         x = x + bias.reshape(B, K, N // K, 1, -1).astype(dtype)
     seen = logits.visible(q_pos, kv_pos)
-    p, lse = _softmax(x, seen)
+    nothing = None if nothing is None else nothing.astype(dtype).reshape(1, K, N // K, 1, 1)
+    p, lse = softmax(x, seen, nothing)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v_)
-    measured = tuple(column(spec, p, x, seen, q_pos, kv_pos, logits) for spec in columns)
+    measured = tuple(column(spec, p, x, seen, q_pos, kv_pos, logits, nothing) for spec in columns)
     return Attention(out.reshape(B, N, T, -1), lse.reshape(B, N, T), measured)
 
 
-def _softmax(x, seen):
-    """Probabilities and logsumexp of masked logits; zeros and -inf for a row that sees nothing."""
+def softmax(x, seen, nothing=None):
+    """Probabilities and logsumexp of masked logits, beside one for nothing; zeros and -inf for a row that sees none."""
     x = jnp.where(seen[:, :, None], x, -jnp.inf)
-    top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(x.dtype).min)  # finite, so such a row is not NaN
+    least = jnp.finfo(x.dtype).min if nothing is None else nothing
+    top = jnp.maximum(x.max(-1, keepdims=True), least)  # finite, so such a row is not NaN
     e = jnp.exp(x - top)
-    mass = e.sum(-1, keepdims=True)
+    mass = e.sum(-1, keepdims=True) + (0.0 if nothing is None else jnp.exp(nothing - top))
     return e / jnp.where(mass > 0, mass, 1.0), (top + jnp.log(mass))[..., 0]
 
 
-def column(spec: Columns, p, x, seen, q_pos, kv_pos, logits: Logits):
+def column(spec: Columns, p, x, seen, q_pos, kv_pos, logits: Logits, nothing=None):
     """One statistic of the matrix `p` "B K G T S", or of another softmax of the same logits `x`."""
     B, K, G, T, _ = p.shape
     own = spec.softmax
@@ -74,8 +77,9 @@ def column(spec: Columns, p, x, seen, q_pos, kv_pos, logits: Logits):
             noise = draw_noise(own, seed, head, q_pos[:, None, None, :, None], kv_pos[:, :, None, None, :])
             x = x + jnp.asarray(noise, x.dtype)
         if own.multiplier is not None:
-            x = rescaled(x, own.multiplier[:, :, None, :, None].astype(p.dtype))
-        p, _ = _softmax(x, seen)
+            multiplier = own.multiplier[:, :, None, :, None].astype(p.dtype)
+            x, nothing = rescaled(x, multiplier), None if nothing is None else nothing * multiplier
+        p, _ = softmax(x, seen, nothing)
     if not spec.count_self:
         p = jnp.where(q_pos[:, None, None, :, None] == kv_pos[:, :, None, None, :], 0.0, p)
 
@@ -103,6 +107,7 @@ def pooled_attention(
     q_pos: Int[Array, "B 1"],
     kv_pos: Int[Array, "B P"],
     bias: Float[Array, "B G P"] | None = None,
+    nothing: Float[Array, "N"] | None = None,
     *,
     num_kv_heads: int,
     in_order: bool = False,
@@ -116,7 +121,7 @@ def pooled_attention(
     dense = lambda x: jnp.broadcast_to(x[:, None], (x.shape[0], K, *x.shape[1:]))
     pos = jnp.where(mine, kv_pos[:, None], -1)
     bias = None if bias is None else dense(bias).reshape(q.shape[0], q.shape[1], -1)
-    found = attention(q, dense(k), dense(v), q_pos, pos, bias, columns=columns, logits=logits)
+    found = attention(q, dense(k), dense(v), q_pos, pos, bias, nothing, columns=columns, logits=logits)
 
     def gather(x):
         """Every slot's number from "B K ... P", one kv head's axis gone."""

@@ -36,7 +36,7 @@ from kvjax.pallas_kernels.columns import (
     rescaled,
     thresholds,
 )
-from kvjax.pallas_kernels.logits import Logits
+from kvjax.pallas_kernels.logits import Logits, beside_nothing
 from kvjax.pallas_kernels.loops import (
     Config,
     Tile,
@@ -98,6 +98,7 @@ def attention(
     q_pos: Int[Array, "B T"],
     kv_pos: Int[Array, "B K S"],
     bias: Float[Array, "B N S"] | None = None,
+    nothing: Float[Array, "N"] | None = None,
     *,
     columns: Sequence[Columns] = (),
     logits: Logits,
@@ -120,7 +121,10 @@ def attention(
         q_pos = jnp.pad(q_pos, ((0, 0), (0, pad)), constant_values=-1)
     if bias is not None:
         bias = bias.reshape(B, K, G, S).astype(accumulator(q.dtype))
-    arrays: Any = q.reshape(B, K, G, T + pad, H), k, v, q_pos, kv_pos, bias
+    beside = None
+    if nothing is not None and columns:
+        beside = jnp.broadcast_to(nothing.reshape(1, K, G), (B, K, G)).astype(accumulator(q.dtype))
+    arrays: Any = q.reshape(B, K, G, T + pad, H), k, v, q_pos, kv_pos, bias, beside
     columns = tuple(columns)
     config = Config(logits, rows, together, K, S, T + pad, pad, S - T)
     unread = config.first_block([c for c in columns if c.fused]) * rows
@@ -130,15 +134,17 @@ def attention(
     else:
         arrays, columns = _by_set(arrays, columns)
     config = dataclasses.replace(config, together=together, tile=cut)
-    of_columns, structure = jax.tree.flatten(columns)
+    *arrays, beside = arrays
+    of_columns, structure = jax.tree.flatten((columns, beside))
     out, lse, measured = _compiled(config, structure, *arrays, of_columns)
     measured = tuple(x.reshape(B, -1, *x.shape[2:]) for x in measured)
-    return Attention(out.reshape(B, N, T + pad, H)[:, :, :T], lse.reshape(B, N, T + pad)[:, :, :T], measured)
+    out, lse = out.reshape(B, N, T + pad, H)[:, :, :T], lse.reshape(B, N, T + pad)[:, :, :T]
+    return Attention(*beside_nothing(out, lse, nothing), measured)
 
 
 def _by_set(arrays, columns):
     """The arrays of `_attention` and columns with the sets of slots, one a kv head, as sequences of one kv head."""
-    q, k, v, q_pos, kv_pos, bias = arrays
+    q, k, v, q_pos, kv_pos, bias, nothing = arrays
     K = k.shape[1]
     alone = lambda x: None if x is None else x.reshape(-1, 1, *x.shape[2:])
     each = lambda x: None if x is None else jnp.repeat(x, K, axis=0)
@@ -150,7 +156,7 @@ def _by_set(arrays, columns):
         dataclasses.replace(c, weight=each(c.weight), softmax=None if c.softmax is None else own(c.softmax))
         for c in columns
     )
-    return (alone(q), alone(k), alone(v), each(q_pos), alone(kv_pos), alone(bias)), columns
+    return (alone(q), alone(k), alone(v), each(q_pos), alone(kv_pos), alone(bias), alone(nothing)), columns
 
 
 def _measure(spec: Columns, e, inverse_mass, weight, theta):
@@ -184,10 +190,10 @@ def _measure(spec: Columns, e, inverse_mass, weight, theta):
 
 def _forward(config: Config, structure, q, k, v, q_pos, kv_pos, bias, arrays):
     """Output, logsumexp and every statistic: in one pass where the output's logits are all that it needs."""
-    columns = jax.tree.unflatten(structure, arrays)
-    out, lse, measured = _fused(config, [c for c in columns if c.fused], q, k, v, q_pos, kv_pos, bias)
+    columns, nothing = jax.tree.unflatten(structure, arrays)
+    out, lse, measured = _fused(config, [c for c in columns if c.fused], q, k, v, q_pos, kv_pos, bias, nothing)
     measured = iter(measured)
-    alone = lambda c: _separate(config, c, q, k, q_pos, kv_pos, bias)
+    alone = lambda c: _separate(config, c, q, k, q_pos, kv_pos, bias, nothing)
     return out, lse, tuple(next(measured) if c.fused else alone(c) for c in columns)
 
 
@@ -212,11 +218,20 @@ def _heads(config: Config, own: Softmax, q):
     return jnp.tile(numbers, (B * K // config.num_kv_heads, 1)).reshape(B, K, G, 1, 1)
 
 
-def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
+def _inverse(mass, top, nothing, b, together, multiplier=None):
+    """The inverse of the sums of exponentials of logits below `top` "B K G R 1", and of one for nothing."""
+    if nothing is not None:
+        beside = sequences(nothing, b, together)[..., None]
+        beside = beside if multiplier is None else beside * multiplier[..., 0]
+        mass = mass + jnp.exp(beside - top[..., 0])
+    return 1.0 / jnp.where(mass > 0, mass, 1.0)
+
+
+def _own(config: Config, own: Softmax, x, rows, kv_pos, head, nothing, b, i, of_output=None):
     """Exponentials of a block of masked logits in a softmax of a statistic's own, and the inverse of their sums.
 
-    With `e`, the exponentials of the same logits in the output's softmax, a Gumbel's cost one division a number, unless
-    the block has a multiplier other than 1.
+    With those of the same logits in the output's softmax, and what was subtracted, a Gumbel's cost one division a
+    number, unless the block has a multiplier other than 1.
     """
     bb, dtype = config.together, x.dtype
     seed = None if own.seed is None else sequences(own.seed, b, bb)[:, None, None, None, None]
@@ -229,18 +244,18 @@ def _own(config: Config, own: Softmax, x, rows, kv_pos, head, b, i, e=None):
     def scaled():
         y = x if own.noise is None else x + jnp.asarray(draw_noise(own, seed, head, *where), dtype)
         y = y if multiplier is None else rescaled(y, multiplier)
-        return jnp.exp(y - jnp.maximum(y.max(-1, keepdims=True), jnp.finfo(dtype).min))
+        top = jnp.maximum(y.max(-1, keepdims=True), jnp.finfo(dtype).min)
+        return jnp.exp(y - top), top
 
-    if e is None or seed is None or own.noise != "gumbel" or (multiplier is not None and config.num_rows == 1):
-        f = scaled()
+    if of_output is None or seed is None or own.noise != "gumbel" or (multiplier is not None and config.num_rows == 1):
+        f = scaled()  # and what was subtracted
     else:
-        divided = lambda: e / draw_exponential(own, seed, head, *where).astype(dtype)
+        divided = lambda: (of_output[0] / draw_exponential(own, seed, head, *where).astype(dtype), of_output[1])
         f = divided() if multiplier is None else lax.cond(jnp.all(multiplier == 1), divided, scaled)
-    mass = f.sum(-1)
-    return f, 1.0 / jnp.where(mass > 0, mass, 1.0)
+    return f[0], _inverse(f[0].sum(-1), f[1], nothing, b, bb, multiplier)
 
 
-def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
+def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias, nothing):
     """One statistic in a pass of its own: other keys than the output's, or rows that are not summed."""
     B, K, G, T, _ = q.shape
     bb, bq = config.together, config.block
@@ -269,7 +284,7 @@ def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
                 if own.before is not None:
                     seen &= kv_pos_[:, :, None] < sequences(own.before, b, bb)[:, None, None, None]
                 x = jnp.where(seen[:, :, None], x, -jnp.inf)
-                e, inverse_mass = _own(config, own, x, rows, kv_pos_, sequences(head, b, bb), b, i)
+                e, inverse_mass = _own(config, own, x, rows, kv_pos_, sequences(head, b, bb), nothing, b, i)
                 theta = thresholds(spec, rows, seen.sum(-1), dtype)
                 if not spec.count_self:
                     itself = rows[:, None, None, :, None] == kv_pos_[:, :, None, None, :]
@@ -289,7 +304,7 @@ def _separate(config: Config, spec: Columns, q, k, q_pos, kv_pos, bias):
     return spec.finish(total)
 
 
-def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
+def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias, nothing):
     B, K, G, T, _ = q.shape
     kind, dtype, q = q.dtype, accumulator(q.dtype), as_bits(q)
     bb, bq = config.together, config.block
@@ -318,9 +333,9 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
                 top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
                 e = jnp.exp(x - top)
                 mass = e.sum(-1)
-                inverse_mass = 1.0 / jnp.where(mass > 0, mass, 1.0)
                 o = jnp.einsum("bkgrs,bksh->bkgrh", e.astype(v_.dtype), v_, preferred_element_type=dtype)
-                o = (o * inverse_mass[..., None]).astype(kind)
+                o = (o * _inverse(mass, top, None, b, bb)[..., None]).astype(kind)
+                inverse_mass = _inverse(mass, top, nothing, b, bb)
                 sums = list(sums)
                 for j in active:
                     spec = columns[j]
@@ -328,7 +343,8 @@ def _fused(config: Config, columns, q, k, v, q_pos, kv_pos, bias):
                     theta = thresholds(spec, rows, seen.sum(-1), dtype)
                     found = e, inverse_mass
                     if spec.softmax is not None:
-                        found = _own(config, spec.softmax, x, rows, kv_pos_, sequences(heads[j], b, bb), b, i, e)
+                        head = sequences(heads[j], b, bb)
+                        found = _own(config, spec.softmax, x, rows, kv_pos_, head, nothing, b, i, (e, top))
                     sums[j] = add_prefix(sums[j], _measure(spec, *found, w, theta), b, bb)
                 out = write_block(out, as_bits(o), b, bb, i, bq, 3)
                 return out, write_block(lse, top[..., 0] + jnp.log(mass), b, bb, i, bq, 3), sums

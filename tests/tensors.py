@@ -54,6 +54,7 @@ class Tensors:
     scale: float | None = None
     slopes: tuple[float, ...] | None = None
     softcap: float | None = None
+    nothing: tuple[float, ...] | None = None
 
     @property
     def alike(self):
@@ -72,8 +73,9 @@ class Tensors:
         """The given queries, keys and values of these columns."""
         tokens = x[..., 0].astype(jnp.int32)
         cut = lambda y: jnp.take_along_axis(y, tokens[:, None, :, None], 2)
-        slopes = None if self.slopes is None else jnp.asarray(self.slopes, jnp.float32)
-        logits = Logits(self.scale, self.softcap, self.config.window(layer), slopes)
+        heads = lambda x: None if x is None else jnp.asarray(x, jnp.float32)
+        of_heads = heads(self.slopes), heads(self.nothing)
+        logits = Logits(self.scale, self.softcap, self.config.window(layer), *of_heads)
         how = {"rotate": self.rotate, "out_proj": params.get("out_proj"), "logits": logits}
         if "hidden" in params:
             how["hidden"] = cut(params["hidden"][:, None])[:, 0]

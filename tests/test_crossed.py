@@ -30,7 +30,8 @@ from tests.references.attention import attention
 
 B, N, K, G, H, D, T = 2, 4, 2, 2, 8, 12, 24
 LENGTHS, SCALE, WINDOW, CAP = np.array([T, 17]), 0.4, 20, 4.0
-SLOPES, TOLERANCE = (0.5, 0.25, 0.125, 0.0625), {"float32": 2e-4, "float16": 1e-2}
+SLOPES, NOTHING = (0.5, 0.25, 0.125, 0.0625), (1.5, -1.0, 0.5, 3.0)
+TOLERANCE = {"float32": 2e-4, "float16": 1e-2}
 POS = np.maximum(np.arange(T) - (T - LENGTHS)[:, None], EMPTY)
 LIVE = np.broadcast_to((POS >= 0)[:, None], (B, K, T))
 
@@ -76,6 +77,7 @@ class Setting:
     def model(self):
         rotate = self.rope or Turn(self.stretch)
         how = {"rotate": rotate, "scale": self.scale, "softcap": CAP, "slopes": SLOPES, "window": WINDOW}
+        how["nothing"] = NOTHING
         return tensors.model_of(self.params, **how)
 
     @functools.cached_property
@@ -146,7 +148,8 @@ class Formulas:
         self.bias = np.array(SLOPES)[None, :, None] * behind[:, None]
 
     def columns(self, found):
-        how = {"logits": Logits(SCALE, CAP, WINDOW), "bias": self.bias, "columns": [found]}
+        logits = Logits(SCALE, CAP, WINDOW, nothing=np.array(NOTHING))
+        how = {"logits": logits, "bias": self.bias, "columns": [found]}
         return attention(self.rq, self.rk, self.v, POS, np.where(LIVE, POS[:, None], EMPTY), **how)[2][0]
 
     def of_a_kind(self, o):

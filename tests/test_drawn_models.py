@@ -96,9 +96,16 @@ def config(draw, kind):
     return raw if kind.last is None else kind.last(draw, raw)
 
 
-def gemma3(draw, raw):
+def two_ropes(draw, raw):
     """Layers with a window are turned otherwise than the others."""
-    return raw | {"rope_parameters": {name: draw(rotation(raw["head_dim"])) for name in LAYERS}}
+    head = raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+    return raw | {"rope_parameters": {name: draw(rotation(head)) for name in LAYERS}}
+
+
+def smollm3(draw, raw):
+    """Some layers do not rotate."""
+    n = raw["num_hidden_layers"]
+    return raw | {"no_rope_layers": draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))}
 
 
 def phi3(draw, raw):
@@ -115,6 +122,20 @@ def experts(name):
         return raw | {name: count, "num_experts_per_tok": draw(st.integers(1, count))}
 
     return last
+
+
+def groups(draw, raw):
+    """Experts stand in groups, of which some are chosen for every token."""
+    n, members = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+    chosen = draw(st.integers(1, n))
+    raw |= {"n_group": n, "topk_group": chosen, "n_routed_experts": n * members}
+    return raw | {"num_experts_per_tok": draw(st.integers(1, chosen * members))}
+
+
+def ministral3(draw, raw):
+    """Queries grow with their position."""
+    own = {"llama_4_scaling_beta": draw(st.floats(0.05, 0.5)), "original_max_position_embeddings": draw(WINDOW)}
+    return raw | {"rope_parameters": raw["rope_parameters"] | own}
 
 
 def falcon(draw, raw):
@@ -149,11 +170,25 @@ DRAWN = {
     "LlamaForCausalLM": Kind({"attention_bias": FLAG, "mlp_bias": FLAG, "hidden_act": ACTS}, own_heads=True),
     "MistralForCausalLM": Kind(MAYBE | {"hidden_act": ACTS}, **WIDE),
     "MinistralForCausalLM": Kind({"hidden_act": ACTS}, **WIDE, windows=True),
+    "Ministral3ForCausalLM": Kind(MAYBE, **WIDE, rotations=("default", "linear", "yarn", "llama3"), last=ministral3),
     "Qwen2ForCausalLM": Kind(QWEN),
     "Qwen3ForCausalLM": Kind(QWEN | {"attention_bias": FLAG}, **WIDE),
     "GemmaForCausalLM": Kind({"attention_bias": FLAG}, **WIDE),
     "Gemma2ForCausalLM": Kind(GEMMA | {"attn_logit_softcapping": CAP}, own_heads=True, windows=True),
-    "Gemma3ForCausalLM": Kind(GEMMA, own_heads=True, windows=True, rotations=(), last=gemma3),
+    "Gemma3ForCausalLM": Kind(GEMMA, own_heads=True, windows=True, rotations=(), last=two_ropes),
+    "SmolLM3ForCausalLM": Kind(SLIDING | {"attention_bias": FLAG, "mlp_bias": FLAG}, last=smollm3),
+    "Olmo2ForCausalLM": Kind({"attention_bias": FLAG, "hidden_act": ACTS}),
+    "Olmo3ForCausalLM": Kind({"attention_bias": FLAG}, windows=True, rotations=(), last=two_ropes),
+    "Glm4ForCausalLM": Kind({"attention_bias": FLAG, "hidden_act": ACTS}, **WIDE, rotations=SOME, shares=(1.0, 0.5)),
+    "Glm4MoeForCausalLM": Kind(
+        {"attention_bias": FLAG, "use_qk_norm": FLAG, "norm_topk_prob": FLAG, "n_shared_experts": st.integers(1, 2)}
+        | {"moe_intermediate_size": st.integers(5, 30), "first_k_dense_replace": st.integers(0, 3)}
+        | {"routed_scaling_factor": st.floats(0.5, 2)},
+        **WIDE,
+        rotations=SOME,
+        shares=(1.0, 0.5),
+        last=groups,
+    ),
     "Phi3ForCausalLM": Kind(MAYBE, rotations=("default", "longrope"), shares=(1.0, 0.5), last=phi3),
     "MixtralForCausalLM": Kind(MAYBE, **WIDE, last=experts("num_local_experts")),
     "Qwen3MoeForCausalLM": Kind(

@@ -23,6 +23,8 @@ IMPLEMENTATIONS = ("xla", "reference")
 EVERY = (*IMPLEMENTATIONS, pytest.param("interpret", marks=pytest.mark.slow))
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
+NOTHING = jnp.asarray([0.5, -2.0, 4.0, -50.0])  # logits for nothing of four query heads
+
 COLUMNS = (
     *(
         Columns(rows=rows, element=element, group=group, group_at=at)
@@ -99,7 +101,8 @@ def test_against_numpy(implementation, shape):
 @pytest.mark.parametrize("shape", [{"T": 21}, {"T": 1, "cached": 31, "pads": 0}], ids=["prompt", "step"])
 def test_the_pallas_kernels_interpreted(shape):
     """Of `test_pallas.py`, which is slow: a prompt, and a decode step."""
-    compare(inputs(**shape), [Columns(), Columns(rows=6, group="max")], "interpret", TOLERANCE["float32"])
+    columns = Columns(), Columns(rows=6, group="max"), Columns(softmax=Softmax(before=jnp.asarray([20, 9], jnp.int32)))
+    compare(inputs(**shape), columns, "interpret", TOLERANCE["float32"], logits=Logits(nothing=NOTHING))
 
 
 def some_bias(kv_pos, N):
@@ -114,9 +117,8 @@ def some_bias(kv_pos, N):
 def test_bias(implementation, T):
     arrays = inputs(T=T, cached=11, pads=0 if T == 1 else 5)
     columns = Columns(), Columns(element="p2", group_at="before"), Columns(softmax=Softmax(causal=False))
-    compare(
-        arrays, columns, implementation, TOLERANCE["float32"], bias=some_bias(arrays[4], 4), logits=Logits(softcap=3.0)
-    )
+    how = {"bias": some_bias(arrays[4], 4), "logits": Logits(softcap=3.0, nothing=NOTHING)}
+    compare(arrays, columns, implementation, TOLERANCE["float32"], **how)
 
 
 @pytest.mark.slow
@@ -218,7 +220,8 @@ def test_own_softmax(implementation, shape):
         Columns(count_self=False, element="p2", group_at="before", rows=9),
     )
     compare(arrays, columns, implementation, TOLERANCE["float32"])
-    compare(arrays, columns[::5], implementation, TOLERANCE["float32"], logits=Logits(softcap=2.0, window=9))
+    logits = Logits(softcap=2.0, window=9, nothing=NOTHING)
+    compare(arrays, columns[::4], implementation, TOLERANCE["float32"], logits=logits)
 
 
 @pytest.mark.slow
@@ -413,11 +416,14 @@ def test_gradients_against_finite_differences(softcap):
 def test_gradients_equal_the_references(T, options):
     q, k, v, q_pos, kv_pos = inputs(T=T, cached=5, H=4)
     bias = some_bias(kv_pos, 4) if "bias" in options else None
-    how = {"bias": bias, "logits": Logits(softcap=options.get("softcap"), window=options.get("window"))}
 
     def grads(implementation):
-        f = lambda *x: (attention(*x, q_pos, kv_pos, implementation=implementation, **how).out ** 2).sum()
-        return jax.grad(f, argnums=(0, 1, 2))(q, k, v)
+        def f(nothing, *x):
+            logits = Logits(softcap=options.get("softcap"), window=options.get("window"), nothing=nothing)
+            how = {"bias": bias, "logits": logits, "implementation": implementation}
+            return (attention(*x, q_pos, kv_pos, **how).out ** 2).sum()
+
+        return jax.grad(f, argnums=(0, 1, 2, 3))(NOTHING, q, k, v)
 
     for a, b in zip(grads("xla"), grads("reference"), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)

@@ -130,6 +130,40 @@ CASES = {
     ),
     "gemma3": ("Gemma3ForCausalLM", {"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2}),
 }
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16},
+}
+CASES |= {
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3_sliding": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 7, "attention_bias": True},
+    ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            "head_dim": 16,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=5, llama_4_scaling_beta=0.5),
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {"attention_bias": True}),
+    "olmo3": ("Olmo3ForCausalLM", {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": ROPES}),
+    "glm4": ("Glm4ForCausalLM", {"head_dim": 16}),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 0.5,
+            "use_qk_norm": True,
+        },
+    ),
+}
 T, NEW = 21, 6
 
 

@@ -134,7 +134,8 @@ def test_bias(implementation, blocks):
     multiplier = jnp.asarray(np.random.default_rng(5).uniform(-1, 2, (2, K, 1)), jnp.float32).at[:, 1].set(0.0)
     own = Softmax(), Softmax(causal=False), Softmax(multiplier=multiplier, seed=SEED, noise="gumbel")
     columns = (*COLUMNS[::4], Columns(group=None), *(Columns(softmax=s) for s in own))
-    options = {"bias": some_bias(arrays, K), "in_order": blocks, "logits": Logits(softcap=3.0)}
+    logits = Logits(softcap=3.0, nothing=jnp.linspace(-3.0, 3.0, arrays[0].shape[1]))
+    options = {"bias": some_bias(arrays, K), "in_order": blocks, "logits": logits}
     compare(arrays, K, columns, implementation, TOLERANCE["float32"], **options)
 
 

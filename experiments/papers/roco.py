@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from matplotlib.figure import Figure
 
 from kvjax import Evict, analysis
-from kvjax.contract import EMPTY
+from kvjax.contract import EMPTY, turned_queries
 from kvjax.decide.select import all_but_worst, best
 from kvjax.experiments.papers.attention import Layer, by_layer, fold_rows
 from kvjax.experiments.papers.base import Arrays, Prompts, budgets_of, canvas, draw_layers, interval, message, percent
@@ -93,7 +93,8 @@ def _read_and_evict(
             live = live | (slots == t)[None, None]
             held = jnp.where(live, slots[None, None], EMPTY)
             wanted = Columns(), Columns(element="above", group_at="before")
-            result = attention(rotate(q, pos[:, None]), keys, values, pos, held, columns=wanted, logits=logits)
+            q = turned_queries(rotate, q, pos[:, None])
+            result = attention(q, keys, values, pos, held, columns=wanted, logits=logits)
             p, above = result.columns
             total = jnp.where(kind == _LTAS, p, total + jnp.where(kind == _AQAS, above, p))
             rows = jnp.maximum(t + 1 - slots, 1).astype(jnp.float32)[None, None]

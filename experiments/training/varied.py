@@ -27,6 +27,7 @@ import tokenizers
 import tyro
 from jaxtyping import Array, Bool, Int, PyTree
 
+from kvjax.contract import turned_queries
 from kvjax.experiments import corpus
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.training import embedded, loop
@@ -153,7 +154,7 @@ class Hiding:
     def __call__(self, cache, q, k, v, *, layer, rotate, logits=Logits(), **_):
         """See `kvjax.run.layers.without_cache`."""
         (B, N, T, H), K = q.shape, k.shape[1]
-        q, k = rotate(q, self._pos[:, None]), rotate(k, self._pos[:, None])
+        q, k = turned_queries(rotate, q, self._pos[:, None]), rotate(k, self._pos[:, None])
         bias = jnp.where(self.seen(layer, K), 0.0, -1e30)[:, :, None]
         q = q.reshape(B, K, N // K, T, H) * logits.factor(H)
         x = jnp.einsum("bkgth,bksh->bkgts", q, k) + bias

@@ -36,6 +36,7 @@ from kvjax.contract.types import Rotate as Rotate
 from kvjax.contract.types import Sizes as Sizes
 from kvjax.contract.types import Slots as Slots
 from kvjax.contract.types import Stats as Stats
+from kvjax.contract.types import turned_queries as turned_queries
 from kvjax.contract.values import Count as Count
 from kvjax.contract.values import FrozenArrays as FrozenArrays
 from kvjax.contract.values import Prompts as Prompts

@@ -20,6 +20,14 @@ Phase = Literal["prefill", "decode", "replay"]
 Rotate: TypeAlias = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
 
 
+def turned_queries(rotate: Rotate, q: Float[Array, "B N T H"], pos: Int[Array, "B #N T"]) -> Float[Array, "B N T H"]:
+    """Queries at positions: as keys are turned, or by the rotation's own `queries`, where it has one.
+
+    Some models multiply queries by a factor that grows with their position (Ministral 3).
+    """
+    return getattr(rotate, "queries", rotate)(q, pos)
+
+
 # A function of `AttentionInputs`, hashed by value: equal ones are computed once for all policies. It returns a tree of
 # arrays, or `Columns`, which the kernels sum. In the phase "replay" it is a `Reread` instead.
 Observation = Annotated[

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import Amount, NonNegative, Size
+from kvjax.contract import Amount, NonNegative, Size, turned_queries
 from kvjax.pallas_kernels import Logits, kinds
 from kvjax.pallas_kernels.columns import accumulator
 
@@ -55,7 +55,7 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
         logits: Logits = Logits(),
     ) -> tuple[Array, Any, tuple[()]]:
         (B, N, T, H), K, dtype = q.shape, k.shape[1], accumulator(q.dtype)
-        q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+        q, k = turned_queries(rotate, q, pos[:, None]), rotate(k, pos[:, None])
         grouped = q.reshape(B, K, N // K, T, H).astype(dtype)
         x = logits.of(jnp.einsum("bkgth,bksh->bkgts", grouped, k.astype(dtype)), H)
         row, key = pos[:, None, None, :, None], pos[:, None, None, None]
@@ -64,17 +64,24 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
         sees = logits.visible(pos, pos[:, None])[:, :, None]
         near = sees & ((key < sinks) | (row - key < recent))
         gate = gates[layer].astype(dtype)[None, :, None, None, None]
-        p = gate * _softmax(x, sees) + (1 - gate) * _softmax(x, near)
+        nothing = None
+        if logits.nothing is not None:
+            nothing = logits.nothing.astype(dtype).reshape(1, K, -1, 1, 1)
+        p = gate * _softmax(x, sees, nothing) + (1 - gate) * _softmax(x, near, nothing)
         out = jnp.einsum("bkgts,bksh->bkgth", p, v.astype(dtype))
         return out.reshape(B, N, T, v.shape[-1]).astype(v.dtype), cache, ()
 
     return attend
 
 
-def _softmax(x: Float[Array, "B K G T S"], seen: Bool[Array, "B 1 1 T S"]) -> Float[Array, "B K G T S"]:
-    """Probabilities among the keys that a row sees; zeros for one that sees nothing."""
-    p = jax.nn.softmax(jnp.where(seen, x, jnp.finfo(x.dtype).min), axis=-1)
-    return jnp.where(seen, p, 0.0)
+def _softmax(
+    x: Float[Array, "B K G T S"], seen: Bool[Array, "B 1 1 T S"], nothing: Float[Array, "1 K G 1 1"] | None
+) -> Float[Array, "B K G T S"]:
+    """Probabilities of the keys that a row sees, beside a logit for nothing; zeros for one that sees none."""
+    x = jnp.where(seen, x, jnp.finfo(x.dtype).min)
+    if nothing is not None:
+        x = jnp.concatenate([x, jnp.broadcast_to(nothing, (*x.shape[:-1], 1))], axis=-1)
+    return jnp.where(seen, jax.nn.softmax(x, axis=-1)[..., : seen.shape[-1]], 0.0)
 
 
 def distance(

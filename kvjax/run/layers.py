@@ -12,7 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Stats, unique
+from kvjax.contract import (
+    EMPTY,
+    AttentionInputs,
+    Context,
+    Model,
+    Observation,
+    Phase,
+    Policy,
+    Stats,
+    turned_queries,
+    unique,
+)
 from kvjax.observe import Keys
 from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -84,7 +95,8 @@ class Attend:
         seen = dataclasses.replace(ctx, hparams=(), params=())
 
         def inputs(kv: Storage) -> AttentionInputs:
-            turned = rotate(q, jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None])
+            place = jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None]
+            turned = turned_queries(rotate, q, place)
             view, raw_k = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None
             more = dataclasses.replace(logits, slopes=None), kv.bias(G, logits.slopes), raw_k
             return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, *more)
@@ -130,7 +142,7 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
     ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
         del layer, out_proj, hidden
         places = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
+        q, k = turned_queries(rotate, q, pos[:, None]), rotate(k, pos[:, None])
         return attention(q, k, v, pos, places, logits=logits).out, cache, ()
 
     return attend

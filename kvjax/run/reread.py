@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, Model, unique
+from kvjax.contract import EMPTY, Model, turned_queries, unique
 from kvjax.observe import Queries, Reread
 from kvjax.pallas_kernels import Logits
 from kvjax.pallas_kernels.columns import accumulator
@@ -130,7 +130,7 @@ class Repeat:
         K, pos = kv.pos.shape[1], self.pos
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         k = k if kv.how.positions == "rank" else rotate(k, pos[:, None])
-        q = rotate(q, pos[:, None])  # nothing is evicted, so that ranks are positions
+        q = turned_queries(rotate, q, pos[:, None])  # nothing is evicted, so that ranks are positions
         both = kv.replace(memory=()).append(k, v, pos)
         out = both.attend(q, pos, rotate=rotate, logits=logits).out
         if not self.size:
@@ -193,6 +193,8 @@ def _most(
 
     keys, key_pos = seen(k), jnp.concatenate([pos, rows.pos], axis=1)
     bias = None if rows.bias is None else seen(rows.bias).reshape(B, K, G, 1, -1).astype(dtype)
+    nothing = rows.logits.nothing
+    nothing = None if nothing is None else nothing.astype(dtype).reshape(1, K, G, 1, 1)
     size = block_rows(R, B * N, key_pos.shape[1])
 
     def of_block(most: Float[Array, "B K G C"], block: tuple[Array, ...]) -> tuple[Array, None]:
@@ -201,8 +203,9 @@ def _most(
         x = rows.logits.of(x, H)
         x = x if bias is None else x + bias
         x = jnp.where(rows.logits.visible(row, key_pos[:, None])[:, :, None], x, -jnp.inf)
-        e = jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min))
-        mass = e.sum(-1, keepdims=True)
+        top = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(dtype).min)
+        e = jnp.exp(x - top)
+        mass = e.sum(-1, keepdims=True) + (0.0 if nothing is None else jnp.exp(nothing - top))
         p = e[..., early.shape[1] : early.shape[1] + chunk.size] / jnp.where(mass > 0, mass, 1.0)
         return jnp.maximum(most, (p * factor[:, None, None, :, None].astype(dtype)).max(3)), None
 

@@ -252,9 +252,10 @@ def _written_out(
         x = x + jnp.where(row - kv_pos[:, :, None] >= wide(reads.delay), wide(reads.log_weight), 0.0)[:, :, None]
     seen = logits.visible(q_pos, kv_pos)
     seen = seen if reads.until is None else seen & (row < wide(reads.until))
-    p, lse = reference._softmax(x, seen)
+    nothing = None if logits.nothing is None else logits.nothing.astype(x.dtype).reshape(1, K, N // K, 1, 1)
+    p, lse = reference.softmax(x, seen, nothing)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v).reshape(B, N, T, -1).astype(dtype)
-    measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, logits) for spec in statistics)
+    measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, logits, nothing) for spec in statistics)
     return Attention(out, lse.reshape(B, N, T), measured)
 
 

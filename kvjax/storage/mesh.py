@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import pallas_kernels
 from kvjax.pallas_kernels.columns import Attention, Columns
+from kvjax.pallas_kernels.logits import Logits
 
 DATA: Final = "data"
 HEADS: Final = "heads"
@@ -69,6 +70,7 @@ def attention_on(
     kv_pos: Int[Array, "B K S"],
     columns: tuple[Columns, ...] = (),
     bias: Float[Array, "B N S"] | None = None,
+    logits: Logits = Logits(),
     **options: Any,
 ) -> Attention:
     """Runs `kvjax.pallas_kernels.attention` on each device's rows and heads."""
@@ -80,13 +82,14 @@ def attention_on(
     def spec(path: Any, _: Any) -> PartitionSpec:
         return {"multiplier": both, "heads": heads}.get(path[-1].name, rows)
 
-    def local(q, k, v, q_pos, kv_pos, columns, bias):
-        return pallas_kernels.attention(q, k, v, q_pos, kv_pos, columns=columns, bias=bias, **options)
+    def local(q, k, v, q_pos, kv_pos, columns, bias, nothing):
+        how: dict[str, Any] = {"logits": dataclasses.replace(logits, nothing=nothing), **options}
+        return pallas_kernels.attention(q, k, v, q_pos, kv_pos, columns=columns, bias=bias, **how)
 
     of_columns = jax.tree_util.tree_map_with_path(spec, columns)
-    where = (both, both, both, rows, both, of_columns, both)
+    where = (both, both, both, rows, both, of_columns, both, heads)
     split = jax.shard_map(local, mesh=mesh, in_specs=where, out_specs=both, check_vma=False)
-    return split(q, k, v, q_pos, kv_pos, columns, bias)
+    return split(q, k, v, q_pos, kv_pos, columns, bias, logits.nothing)
 
 
 def _numbered(spec: Columns, num_query_heads: int) -> Columns:

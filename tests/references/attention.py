@@ -17,7 +17,8 @@ def attention(q, k, v, q_pos, kv_pos, *, columns=(), logits=Logits(), bias=None)
     G = N // K
     scale, softcap, window = H**-0.5 if logits.scale is None else logits.scale, logits.softcap, logits.window
     p, every = np.zeros((B, N, T, S)), np.zeros((B, N, T, S))
-    lse = np.full((B, N, T), -np.inf)
+    nothing = np.full(N, -np.inf) if logits.nothing is None else np.asarray(logits.nothing, np.float64)
+    lse = np.broadcast_to(nothing[None, :, None], (B, N, T)).copy()
     seen = np.zeros((B, K, T, S), bool)
     for b in range(B):
         for n in range(N):
@@ -32,8 +33,7 @@ def attention(q, k, v, q_pos, kv_pos, *, columns=(), logits=Logits(), bias=None)
                 every[b, n, t] = x
                 if not np.isfinite(x[visible]).any():
                     continue
-                top = x[visible].max()
-                lse[b, n, t] = top + np.log(np.exp(x[visible] - top).sum())
+                lse[b, n, t] = scipy.special.logsumexp([*x[visible], nothing[n]])
                 p[b, n, t, visible] = np.exp(x[visible] - lse[b, n, t])
     out = np.stack([[p[b, n] @ v[b, n // G] for n in range(N)] for b in range(B)])
     return (
@@ -42,7 +42,7 @@ def attention(q, k, v, q_pos, kv_pos, *, columns=(), logits=Logits(), bias=None)
         [
             _column(
                 c,
-                *((p, seen) if c.softmax is None else _own_softmax(c.softmax, every, q_pos, kv_pos, window)),
+                *((p, seen) if c.softmax is None else _own_softmax(c.softmax, every, nothing, q_pos, kv_pos, window)),
                 q_pos,
                 kv_pos,
             )
@@ -68,7 +68,7 @@ def hash_uniform(seed, *indices):
     return ((h >> 9) + 0.5) / 2**23
 
 
-def _own_softmax(own, logits, q_pos, kv_pos, window):
+def _own_softmax(own, logits, nothing, q_pos, kv_pos, window):
     B, N, T, S = logits.shape
     K = kv_pos.shape[1]
     G = N // K
@@ -85,7 +85,7 @@ def _own_softmax(own, logits, q_pos, kv_pos, window):
                 seen[b, n // G, t] = visible
                 if not visible.any():
                     continue
-                x = logits[b, n, t].copy()
+                x, beside = logits[b, n, t].copy(), nothing[n]
                 for s in np.nonzero(visible)[0]:
                     if own.noise == "constant":
                         x[s] += np.euler_gamma
@@ -99,8 +99,9 @@ def _own_softmax(own, logits, q_pos, kv_pos, window):
                         )
                 if multiplier is not None:
                     x[np.isfinite(x)] *= float(multiplier[b, n // G, t])  # what -inf hides stays hidden
+                    beside = beside * float(multiplier[b, n // G, t]) if np.isfinite(beside) else beside
                 e = np.exp(x[visible] - x[visible].max())
-                p[b, n, t, visible] = e / e.sum()
+                p[b, n, t, visible] = e / (e.sum() + np.exp(beside - x[visible].max()))
     return p, seen
 
 
