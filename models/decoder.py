@@ -142,6 +142,8 @@ _INPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc_out", "fc2"
 
 def _split_axis(path: Sequence[Any]) -> int | None:
     names = {getattr(entry, "key", None) for entry in path}
+    if getattr(path[-1], "key", None) == "gate_up_proj":  # of experts
+        return -2
     if names & {"qkv_proj", "gate_up_proj"}:
         return 0  # that of kv heads, or of groups
     if names & _OUTPUTS:

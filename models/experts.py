@@ -134,19 +134,22 @@ class Experts(nn.Module):
     """
 
     config: ExpertsConfig
-    names: tuple[str, str, str]
+    names: tuple[str, ...]
     route: Callable[[Any, Array], Routed] = by_softmax
+
+    @nn.nowrap
+    def networks(self) -> Callable[[Int[Array, ""], Float[Array, "R D"]], Float[Array, "R D"]]:
+        """What an expert, by its number, makes of rows."""
+        c = self.config
+        gate, up, down = Stack(c, self.names, name="experts")()
+        return lambda e, x: product(activation(c, product(x, gate[e])) * product(x, up[e]), down[e])
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The weighted sum of each token's experts."""
         c, flat = self.config, x.reshape(-1, x.shape[-1])
         weights, chosen = self.route(c, flat)
-        gate, up, down = Stack(c, self.names, name="experts")()
-
-        def expert(e: Int[Array, ""], x: Float[Array, "R D"]) -> Float[Array, "R D"]:
-            return product(activation(c, product(x, gate[e])) * product(x, up[e]), down[e])
-
+        expert = self.networks()
         # Every token once for each of its experts, in their order, in blocks that have one expert each.
         n, k = chosen.shape
         size = block_size(n * k, c.num_experts)
@@ -164,7 +167,7 @@ class Stack(nn.Module):
     """The matrices of all experts."""
 
     config: ExpertsConfig
-    names: tuple[str, str, str]
+    names: tuple[str, ...]
 
     @nn.compact
     def __call__(self) -> tuple[Float[Array, "E F D"], Float[Array, "E F D"], Float[Array, "E D F"]]:

@@ -11,6 +11,7 @@ from kvjax.models import (
     glm4_moe,
     gpt2,
     gpt_neox,
+    gpt_oss,
     gptj,
     llama,
     mixtral,
@@ -25,7 +26,7 @@ from kvjax.models import (
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family
 
-_FILES = (llama, smollm3, olmo, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe)
+_FILES = (llama, smollm3, olmo, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe, gpt_oss)
 _FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon)
 FAMILIES = tuple(file.FAMILY for file in _FILES)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
@@ -56,10 +57,11 @@ def from_hugging_face(raw: Mapping[str, Any], *, dtype: str = "float32") -> Deco
     if not isinstance(raw, Mapping):
         raise ValueError(f"config.json holds a {type(raw).__name__}, not an object of names and values")
     architecture = _architecture(raw)
+    family = _BY_ARCHITECTURE[architecture]
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise ValueError(f"the checkpoint is quantised ({method}); load one with float tensors")
-    family = _BY_ARCHITECTURE[architecture]
+        if method != "mxfp4" or not family.packed:
+            raise ValueError(f"the checkpoint is quantised ({method}); load one with float tensors")
     return family.config(**family.read(raw, architecture), dtype=dtype)
 
 

@@ -20,7 +20,7 @@ class Tensor:
       part: the indices of the part along the parameter's first axes, none for all of it.
       members: those that the part has of every group, along the parameter's second axis.
       start: the tensor's row where the part begins.
-      flip: whether the tensor's axes stand the other way round.
+      flip: whether the tensor's last two axes stand the other way round.
     """
 
     name: str
@@ -59,6 +59,8 @@ class Family:
         "E ..." is stored as E matrices, `experts.0.w1.weight` and so on, `norms/scale` "N H" as N vectors,
         `norms.0.weight` and so on.
       further: whether files may hold layers behind the last one, which predict tokens further ahead and are not read.
+      swapped: parameters of experts whose last two axes are stored the other way round.
+      packed: whether experts may be stored in 4 bits (MXFP4).
       float32: endings of stored tensors that are in float32 whatever the dtype of the others.
     """
 
@@ -76,18 +78,21 @@ class Family:
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: _JOINED)
     stacked: str | None = None
     further: bool = False
+    swapped: tuple[str, ...] = ()
+    packed: bool = False
     float32: tuple[str, ...] = ()
 
     def tensors(self, path: tuple[str, ...], shape: tuple[int, ...]) -> list["Tensor"]:
         """Where a parameter of this shape is stored: as one tensor, or as several parts."""
-        flip = self.conv1d and path[-1] == "weight" and path[0] != self.head
+        flip = (self.conv1d and path[-1] == "weight" and path[0] != self.head) or path[-1] in self.swapped
         *_, module, own = ("", *path)
         if module == self.stacked:
             leaf = (own,) if own == "scale" else (own, "weight")
             names = (self.stored_name((*path[:-1], str(i), *leaf)) for i in range(shape[0]))
             return [Tensor(name, shape[1:], (i,)) for i, name in enumerate(names)]
         if module not in self.joined:
-            return [Tensor(self.stored_name(path), shape[::-1] if flip else shape, flip=flip)]
+            shape = (*shape[:-2], shape[-1], shape[-2]) if flip else shape
+            return [Tensor(self.stored_name(path), shape, flip=flip)]
         names = self.joined[module]
         groups, every, width = shape[:3]
         cuts = itertools.pairwise((0, *range(every - len(names) + 1, every), every))

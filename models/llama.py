@@ -59,10 +59,12 @@ class Block(nn.Module):
     Attributes:
       config: sizes and switches.
       network: makes the feed-forward network of a layer.
+      attention: the attention.
     """
 
     config: ModelConfig
     network: Callable[[Any, int], nn.Module] = gated
+    attention: Callable[..., nn.Module] = Attention
 
     @nn.compact
     def __call__(
@@ -71,7 +73,7 @@ class Block(nn.Module):
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         y = RMSNorm(c, name="input_layernorm")(x)
-        y, cache, stats = Attention(c, name="self_attn")(y, cache, layer=layer, attend=attend)
+        y, cache, stats = self.attention(c, name="self_attn")(y, cache, layer=layer, attend=attend)
         x = x + y
         y = RMSNorm(c, name="post_attention_layernorm")(x)
         return x + self.network(c, layer)(y), cache, stats
@@ -82,14 +84,16 @@ class Llama(Decoder):
 
     Attributes:
       network: makes the feed-forward network of a layer.
+      attention: the attention of a layer.
     """
 
     network: Callable[[Any, int], nn.Module] = gated
+    attention: Callable[..., nn.Module] = Attention
 
     @nn.nowrap
     def block(self, name: str | None = None) -> nn.Module:
         """A `Block`."""
-        return Block(self.config, self.network, name=name)
+        return Block(self.config, self.network, self.attention, name=name)
 
     @nn.nowrap
     def last_norm(self) -> nn.Module:

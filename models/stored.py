@@ -52,6 +52,73 @@ class Stored:
         return _DTYPES.get(self.kind)
 
 
+@dataclasses.dataclass(frozen=True)
+class Packed(Stored):
+    """A list of matrices in 4 bits (MXFP4, OCP Microscaling Formats 1.0), whose shape is that of their transposes.
+
+    32 numbers of a row share a power of two. `offset` is that of the numbers, two in a byte.
+
+    Attributes:
+      scales: where the powers of two lie, biased by 127, one in a byte.
+    """
+
+    scales: Stored
+
+    @property
+    def dtype(self) -> str:
+        """What holds every number of it."""
+        return "bfloat16"
+
+    def read(self, i: int) -> np.ndarray:
+        """A matrix, transposed, in float32.
+
+        Raises:
+          ValueError: a file that has been cut short since its header was read.
+        """
+        codes = _bytes(self.file, self.offset, self.shape[1] // 2, self.shape[2], i)
+        exponents = _bytes(self.scales.file, self.scales.offset, self.scales.shape[2], self.shape[2], i)
+        numbers = np.stack([_E2M1[codes & 15], _E2M1[codes >> 4]], axis=-1).reshape(*exponents.shape, -1)
+        return np.ldexp(numbers, exponents[..., None].astype(np.int32) - 127).reshape(len(codes), -1).T
+
+
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1: Final = np.array([*_HALF, *(-x for x in _HALF)], np.float32)
+
+
+def _bytes(file: pathlib.Path, offset: int, width: int, rows: int, i: int) -> np.ndarray:
+    """The bytes of the `i`-th matrix of rows of so many bytes."""
+    with file.open("rb") as f:
+        f.seek(offset + i * rows * width)
+        found = f.read(rows * width)
+    if len(found) != rows * width:
+        raise ValueError(f"{file} has been cut short while it was read; copy or download it again")
+    return np.frombuffer(found, np.uint8).reshape(rows, width)
+
+
+def unpacked(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Tensors, of which `NAME_blocks` "E R G 16" and `NAME_scales` "E R G" are one, NAME.
+
+    Raises:
+      ValueError: blocks without scales, or of other shapes.
+    """
+    found = dict(tensors)
+    for name, blocks in tensors.items():
+        if not name.endswith("_blocks"):
+            continue
+        scales = found.pop(other := name.removesuffix("_blocks") + "_scales", None)
+        if scales is None or (blocks.kind, scales.kind) != ("U8", "U8") or blocks.shape != (*scales.shape[:3], 16):
+            shape = None if scales is None else scales.shape
+            raise ValueError(
+                f"{blocks.file}: {name} has shape {blocks.shape} and {other} {shape}; MXFP4 has bytes of shapes "
+                "(E, R, G, 16) and (E, R, G)"
+            )
+        experts, rows, groups = scales.shape
+        shape = (experts, 32 * groups, rows)
+        found[name.removesuffix("_blocks")] = Packed(blocks.file, "MXFP4", shape, blocks.offset, scales)
+        del found[name]
+    return found
+
+
 def check_whole(file: pathlib.Path) -> None:
     """Refuses what Git LFS left in place of a file.
 
@@ -173,6 +240,14 @@ def fill(out: np.ndarray, tensor: Stored, index: tuple[slice, ...], pool: Execut
 
 def _fill_rows(out: np.ndarray, tensor: Stored, start: int, columns: tuple[slice, ...]) -> tuple[int, int]:
     """`fill` of the rows of a tensor from `start` on."""
+    if isinstance(tensor, Packed):
+        lost = stored = 0
+        for i in range(len(out)):
+            values = tensor.read(start + i)[columns]
+            with np.errstate(over="ignore"):
+                out[i] = values
+            lost, stored = lost + _not_finite(np.ascontiguousarray(out[i])), stored + _not_finite(values.copy())
+        return lost, stored
     source, inner = jnp.dtype(tensor.dtype), tensor.shape[1:]
     row = math.prod(inner) * source.itemsize
     converted = source != out.dtype

@@ -40,6 +40,7 @@ from kvjax.models.stored import (
     read_json,
     same,
     stored_tensors,
+    unpacked,
     weight_files,
 )
 from kvjax.models.written import sync
@@ -47,7 +48,7 @@ from kvjax.run.checks import check_model
 
 Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
 
-_LAYER = re.compile(r"\.(?=\d+\.)")  # before the number of a layer
+_LAYER = re.compile(r"\.(\d+)\.")  # around the number of a layer
 _BESIDE = ".saving-"
 _AUTO = "auto"
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
@@ -94,9 +95,12 @@ def load(
         _check_held(dtype)
     path = locate(source, revision=revision, token=token)
     config = _config_in(path, "float32" if dtype == _AUTO else dtype)
-    tensors = family_of(config).prefixed(stored_tensors(_weights(path, source, revision)))
+    family = family_of(config)
+    tensors = family.prefixed(stored_tensors(_weights(path, source, revision)))
+    tensors = unpacked(tensors) if family.packed else tensors
+    if family.further:
+        tensors = {n: t for n, t in tensors.items() if (_layer(n) or 0) < config.num_layers}
     if dtype == _AUTO:
-        family = family_of(config)
         kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family.ignored + family.float32)}
         config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))
     model = LanguageModel(config)
@@ -260,13 +264,13 @@ def _named(model: LanguageModel, params: PyTree, dtype: str) -> dict[str, np.nda
         path, x = tuple(k.key for k in keys), np.asarray(leaf)
         name = family.stored_name(path)
         with np.errstate(over="ignore"):
-            y = x.astype(jnp.dtype(dtype))
+            y = x.astype("float32" if name.endswith(family.float32) else jnp.dtype(dtype))
         if np.isinf(y).sum() > np.isinf(x).sum():
             raise ValueError(f"{name} has values that {dtype} cannot hold; save it as bfloat16 or float32")
         for tensor in family.tensors(path, y.shape):
             rows = y[tensor.part] if tensor.members is None else y[:, tensor.members].reshape(-1, *y.shape[3:])
             out = tensors.setdefault(tensor.name, np.empty(tensor.shape, y.dtype))
-            (out.T if tensor.flip else out)[tensor.start :][: len(rows)] = rows
+            (out.swapaxes(-1, -2) if tensor.flip else out)[tensor.start :][: len(rows)] = rows
     return tensors
 
 
@@ -360,12 +364,18 @@ def _refuse_values(path: pathlib.Path, name: str, lost: int, stored: int, size: 
     raise ValueError(f"{path}: {name} has {stored or lost} of {size} values that {fault}")
 
 
+def _layer(name: str) -> int | None:
+    """The number of the layer that a tensor is of, by its name."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
+
+
 def _assemble(
     model: LanguageModel, tensors: dict[str, Stored], path: pathlib.Path, sharding: Sharding | None
 ) -> PyTree:
     """Parameters of `model` from named tensors, or an error that names every one that is wrong."""
     family = family_of(model.config)
-    stored = {n.split(".")[0] for name in tensors for n in _LAYER.split(name, maxsplit=1)[1:]}
+    stored = set(map(_layer, tensors)) - {None}
     if model.config.num_layers > len(stored) + 1:  # tracing thousands of layers that are not there would take minutes
         raise ValueError(
             f"{path}: config.json has {model.config.num_layers} layers, the weights have {len(stored)} "
@@ -378,10 +388,6 @@ def _assemble(
     wanted = jax.tree_util.tree_leaves_with_path(shapes)
     names = {t.name: t for keys, leaf in wanted for t in family.tensors(tuple(k.key for k in keys), leaf.shape)}
     extra = {n for n in tensors if n not in names and not n.endswith(family.ignored)}
-    if family.further:
-        extra -= {
-            n for n in extra for i in _LAYER.split(n, maxsplit=1)[1:] if int(i.split(".")[0]) >= model.config.num_layers
-        }
     if tied and head in extra:
         if table not in tensors or not same(tensors[head], tensors[table]):
             raise ValueError(
@@ -412,7 +418,8 @@ def _assemble(
             def rows(out, t, first, columns):
                 """Reads rows from `first` on, of which each is of some columns."""
                 index = (slice(t.start + first, t.start + first + len(out)), *columns)
-                out, index = (out.T, index[::-1]) if t.flip else (out, index)
+                if t.flip:
+                    out, index = out.swapaxes(-1, -2), (*index[:-2], index[-1], index[-2])
                 lost, stored = fill(out, tensors[t.name], index, pool)
                 if lost:
                     _refuse_values(path, t.name, lost, stored, out.size, leaf.dtype)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -343,7 +343,8 @@ def _forward(order, columns, q, k, v, q_pos, kv_pos, bias, nothing, *, logits):
     _, result = first_served("attention", [(name, functools.partial(forward, name)) for name in order.output])
     if isinstance(result, Attention):
         return result.out, result.lse, result.columns
-    result = *beside_nothing(*result[:2], nothing), result[2]
+    out, lse, row = result
+    result = *beside_nothing(cast(Array, out), lse, nothing), row
 
     def column(name, wanted):
         if name == "xla":

@@ -189,6 +189,13 @@ DRAWN = {
         shares=(1.0, 0.5),
         last=groups,
     ),
+    "GptOssForCausalLM": Kind(
+        {"attention_bias": FLAG, "swiglu_alpha": st.floats(1, 2), "swiglu_limit": st.floats(0.5, 7)},
+        **WIDE,
+        windows=True,
+        rotations=("default", "linear", "yarn"),
+        last=experts("num_local_experts"),
+    ),
     "Phi3ForCausalLM": Kind(MAYBE, rotations=("default", "longrope"), shares=(1.0, 0.5), last=phi3),
     "MixtralForCausalLM": Kind(MAYBE, **WIDE, last=experts("num_local_experts")),
     "Qwen3MoeForCausalLM": Kind(

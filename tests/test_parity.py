@@ -149,6 +149,17 @@ CASES |= {
     ),
     "olmo2": ("Olmo2ForCausalLM", {"attention_bias": True}),
     "olmo3": ("Olmo3ForCausalLM", {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": ROPES}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            "swiglu_limit": 1.5,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+        },
+    ),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -370,3 +371,72 @@ def test_a_real_checkpoint_continues_exactly(shared_data):
     expected = reference["greedy_ids"][prompt.shape[1] :]
     result = generate(model, params, prompt, max_new_tokens=len(expected), eos_ids=())
     assert result.tokens[0].tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A small GPT-OSS, saved."""
+    path = tmp_path_factory.mktemp("experts")
+    raw = {**SMALL, "intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 4, "model_type": "gpt_oss"}
+    model = models.LanguageModel(families.from_hugging_face(raw))
+    models.save(path, model, model.init(jax.random.key(0)))
+    return path
+
+
+def in_4_bits(path, to):
+    """The same checkpoint with experts in MXFP4, and what they are in float64."""
+    rng, values = np.random.default_rng(0), {}
+    shutil.copytree(path, to, dirs_exist_ok=True)
+    raw, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        E, D, R = tensors.pop(name).shape
+        codes = rng.integers(0, 16, (E, R, D // 32, 32), dtype=np.uint8)
+        scales = rng.integers(110, 130, (E, R, D // 32), dtype=np.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = codes[..., ::2] | codes[..., 1::2] << 4, scales
+        sign, exponent, half = 1.0 - 2.0 * (codes >> 3), codes >> 1 & 3, codes & 1
+        size = np.where(exponent == 0, half / 2, (1 + half / 2) * 2.0 ** (exponent - 1.0))
+        values[name] = (sign * size * 2.0 ** (scales[..., None] - 127.0)).reshape(E, R, D)
+    write(to, {**raw, "quantization_config": {"quant_method": "mxfp4"}}, tensors)
+    return values, tensors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_experts_in_4_bits(experts, tmp_path, dtype):
+    values, _ = in_4_bits(experts, tmp_path)
+    if dtype == "auto":
+        with pytest.raises(ValueError, match=r"stores bfloat16 .* and float32"):
+            models.load(tmp_path, dtype=dtype)
+        return
+    _, params = models.load(tmp_path, dtype=dtype)
+    for name, wanted in values.items():
+        *_, layer, _, _, leaf = name.split(".")
+        np.testing.assert_array_equal(params[f"layers_{layer}"]["mlp"]["experts"][leaf], wanted)
+
+
+@pytest.mark.parametrize("damage", ["no scales", "other scales", "blocks of 8"])
+def test_experts_in_4_bits_that_do_not_fit(experts, tmp_path, damage):
+    _, tensors = in_4_bits(experts, tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    if damage == "no scales":
+        del tensors[f"{name}_scales"]
+    elif damage == "other scales":
+        tensors[f"{name}_scales"] = tensors[f"{name}_scales"][:, 1:].copy()
+    else:
+        tensors[f"{name}_blocks"] = tensors[f"{name}_blocks"][..., :8].copy()
+    write(tmp_path, tensors=tensors)
+    with pytest.raises(ValueError, match=rf"{name}_blocks has shape .* and {name}_scales .* MXFP4 has bytes"):
+        models.load(tmp_path)
+
+
+def test_layers_behind_the_last_are_left_out_and_a_bias_stays_in_float32(tmp_path):
+    raw = {**SMALL, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "model_type": "glm4_moe"}
+    model = models.LanguageModel(families.from_hugging_face(raw))
+    models.save(tmp_path, model, model.init(jax.random.key(0)), dtype="bfloat16")
+    tensors = load_file(tmp_path / "model.safetensors")
+    write(tmp_path, tensors={**tensors, "model.layers.2.eh_proj.weight": np.ones((2, 2), np.float32)})
+    found, params = models.load(tmp_path, dtype="auto")
+    assert found.config.dtype == "bfloat16"
+    assert params["layers_1"]["mlp"]["gate"]["e_score_correction_bias"].dtype == jnp.float32
+    write(tmp_path, tensors={**tensors, "model.layers.1.eh_proj.weight": np.ones((2, 2), np.float32)})
+    with pytest.raises(ValueError, match=r"extra tensors .*layers\.1\.eh_proj"):
+        models.load(tmp_path)
