@@ -56,6 +56,7 @@ def from_hugging_face(raw: Mapping[str, Any], *, dtype: str = "float32") -> Deco
     """
     if not isinstance(raw, Mapping):
         raise ValueError(f"config.json holds a {type(raw).__name__}, not an object of names and values")
+    raw = _text(raw)
     architecture = _architecture(raw)
     family = _BY_ARCHITECTURE[architecture]
     if quantised := raw.get("quantization_config"):
@@ -82,6 +83,15 @@ def to_hugging_face(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
         nearest = raw["architectures"][0]
         raise ValueError(f"{nearest} comes nearest, but has no {values}; no family of transformers has all of it")
     return raw
+
+
+def _text(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model, where a model of text and images has one for each."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type") not in _BY_TYPE:
+        return raw
+    outer = {k: raw[k] for k in ("quantization_config", "tie_word_embeddings") if k in raw}
+    return {**text, **outer, "architectures": [_BY_TYPE[text["model_type"]]]}
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ class Tensor:
     flip: bool = False
 
 
+_TEXT = "language_model."
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -115,7 +116,13 @@ class Family:
         return ".".join(parts if parts[0] == self.head else [self.prefix, *parts])
 
     def prefixed(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors by their full names, where a part of the prefix is missing, as in checkpoints of decoders alone."""
+        """Tensors by their full names, where a part of the prefix is missing, as in checkpoints of decoders alone.
+
+        Of a model of text and images, those of the text model, whose names have `language_model`.
+        """
+        if texts := {n: x for n, x in tensors.items() if _TEXT in n}:
+            heads = {n: x for n, x in tensors.items() if n.startswith(f"{self.head}.")}
+            tensors = {n.replace(_TEXT, "", 1): x for n, x in texts.items()} | heads
         parts = self.prefix.split(".")
         tails = (".".join([*parts[i:], ""]) for i in range(len(parts) + 1))
         tail = next(tail for tail in tails if any(name.startswith(tail) for name in tensors) or not tail)

@@ -1,4 +1,4 @@
-"""Names of the models that the papers ran, and how they put a text to them.
+"""Names of the models that the papers ran, with how they put a text to them, and of models since.
 
 A preset says where a model is, not that it was tried here: none of these could be downloaded where kvjax is developed.
 Revisions are the branch "main" throughout, since no paper names a commit; write "name@commit" to hold one fast.
@@ -76,6 +76,16 @@ PRESETS: Final[dict[str, Preset]] = {
     "mistral-7b-instruct-v0.3": Preset("mistralai/Mistral-7B-Instruct-v0.3"),
     "qwen3-0.6b": Preset("Qwen/Qwen3-0.6B"),
     "qwen3-8b": Preset("Qwen/Qwen3-8B"),
+    # a size of each family since
+    "gpt-oss-20b": Preset("openai/gpt-oss-20b"),
+    "gpt-oss-120b": Preset("openai/gpt-oss-120b"),
+    "smollm3-3b": Preset("HuggingFaceTB/SmolLM3-3B"),
+    "olmo-2-7b-instruct": Preset("allenai/OLMo-2-1124-7B-Instruct"),
+    "olmo-3-7b-instruct": Preset("allenai/Olmo-3-7B-Instruct"),
+    "mistral-small-3-24b-instruct": Preset("mistralai/Mistral-Small-24B-Instruct-2501"),
+    "ministral-3-8b": Preset("mistralai/Ministral-3-8B-Base-2512"),
+    "glm-4-9b": Preset("zai-org/GLM-4-9B-0414"),
+    "glm-4.5-air": Preset("zai-org/GLM-4.5-Air"),
 }
 
 

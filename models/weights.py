@@ -96,7 +96,10 @@ def load(
     path = locate(source, revision=revision, token=token)
     config = _config_in(path, "float32" if dtype == _AUTO else dtype)
     family = family_of(config)
-    tensors = family.prefixed(stored_tensors(_weights(path, source, revision)))
+    found = stored_tensors(_weights(path, source, revision))
+    tensors = family.prefixed(found)
+    if len(tensors) < len(found):  # of text and images: whether its two configs say it or not, it has a head or none
+        config = dataclasses.replace(config, tie_embeddings=f"{family.head}.weight" not in tensors)
     tensors = unpacked(tensors) if family.packed else tensors
     if family.further:
         tensors = {n: t for n, t in tensors.items() if (_layer(n) or 0) < config.num_layers}

@@ -325,6 +325,27 @@ def test_layers_of_mistral_have_windows_by_their_types(tmp_path):
         assert_close(ours, theirs(torch.tensor(ids)).logits[:, -1])
 
 
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"image_size": 16, "patch_size": 8}
+WITH_IMAGES = {
+    "Mistral3": ({"model_type": "ministral3", **CASES["ministral3"][1]}, "pixtral"),
+    "Gemma3": ({"model_type": "gemma3_text", **CASES["gemma3"][1]}, "siglip_vision_model"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VERSION < 5, reason="the names of parts are those of transformers 5")
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_a_model_of_text_and_images_is_read_as_its_text_model(name, tmp_path):
+    text, vision = WITH_IMAGES[name]
+    options = {"text_config": {**SIZES, **text}, "vision_config": {**VISION, "model_type": vision}}
+    architecture = f"{name}ForConditionalGeneration"
+    theirs, model, params = saved(architecture, {**options, "image_token_index": 0}, tmp_path)
+    ids = tokens()[:, :T]
+    with torch.no_grad():
+        assert_close(all_logits(model, params, ids), theirs(torch.tensor(ids)).logits)
+
+
 @every_case("llama")
 def test_saved_families_are_theirs(pair, tmp_path):
     """What was loaded and saved again gives transformers the logits of the original."""
