@@ -120,6 +120,15 @@ class DecoderConfig:
         """The sliding window of a layer."""
         return self.sliding_window[layer] if self.sliding_window else None
 
+    def holds_kv(self, layer: int) -> bool:
+        """Whether a layer holds keys and values, and no state of its own."""
+        del layer
+        return True
+
+    def own_state(self, layer: int, batch: int) -> Any:
+        """What a layer that holds none has instead, before any token: a tree of arrays "B ..."."""
+        raise ValueError(f"layer {layer} holds keys and values")
+
     def kind(self, layer: int) -> Hashable:
         """The kind of a layer: layers of one kind differ in their parameters alone."""
         return self.window(layer), self.rotation(layer)

@@ -136,7 +136,7 @@ def _abstract(model: LanguageModel, wide: bool) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.eval_shape(lambda: model.init(jax.random.key(0)))
 
 
-_OUTPUTS = {"gate_proj", "up_proj", "c_fc", "fc_in", "fc1", "dense_h_to_4h", "w1", "w3"}
+_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "fc_in", "fc1", "dense_h_to_4h", "w1", "w3"}
 _INPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "dense", "fc_out", "fc2", "dense_4h_to_h", "w2"}
 
 

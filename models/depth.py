@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
+from kvjax.contract import Positions
 from kvjax.models.parts import Attend, dense, embedded, embedding, product
 
 
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
         """The residual stream after all layers and the last norm, of texts that are read at once, without a cache."""
         x = self.embed(tokens, positions)
         for i, block in enumerate(self.blocks):
-            x, _, _ = block(x, None, layer=i, attend=attend)
+            x, _, _ = block(x, None, layer=i, attend=attend if self.config.holds_kv(i) else Positions(positions))
         return self.norm(x)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -138,6 +138,11 @@ class Experts(nn.Module):
     route: Callable[[Any, Array], Routed] = by_softmax
 
     @nn.nowrap
+    def shared(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The output of the network that every token passes."""
+        return GatedMLP(self.config, width=self.config.shared_dim, name="shared_experts")(x)
+
+    @nn.nowrap
     def networks(self) -> Callable[[Int[Array, ""], Float[Array, "R D"]], Float[Array, "R D"]]:
         """What an expert, by its number, makes of rows."""
         c = self.config
@@ -160,7 +165,7 @@ class Experts(nn.Module):
         w = weights.reshape(-1).at[place].get(mode="fill", fill_value=0).astype(y.dtype)
         out = jnp.zeros_like(flat).at[token].add(y * w[..., None], mode="drop")
         out = out.reshape(x.shape)
-        return out + GatedMLP(c, width=c.shared_dim, name="shared_experts")(x) if c.shared_dim else out
+        return out + self.shared(x) if c.shared_dim else out
 
 
 class Stack(nn.Module):

@@ -20,15 +20,16 @@ from kvjax.models import (
     opt,
     phi3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
     stablelm,
 )
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family
 
-_FILES = (llama, smollm3, olmo, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe, gpt_oss)
+_FILES = (llama, smollm3, olmo, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe, gpt_oss, qwen3_next)
 _FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon)
-FAMILIES = tuple(file.FAMILY for file in _FILES)
+FAMILIES = (*(file.FAMILY for file in _FILES), qwen3_next.NEXT)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}
 _CHOICES = ("dtype", "bos_id", "eos_ids")  # what a config.json may leave open

@@ -59,7 +59,7 @@ class Family:
       stacked: the submodule whose parameters hold those of a list's members along their first axis: `experts/w1`
         "E ..." is stored as E matrices, `experts.0.w1.weight` and so on, `norms/scale` "N H" as N vectors,
         `norms.0.weight` and so on.
-      further: whether files may hold layers behind the last one, which predict tokens further ahead and are not read.
+      further: whether files may hold layers behind the last one, or `mtp`, which predict further ahead: not read.
       swapped: parameters of experts whose last two axes are stored the other way round.
       packed: whether experts may be stored in 4 bits (MXFP4).
       float32: endings of stored tensors that are in float32 whatever the dtype of the others.

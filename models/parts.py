@@ -209,6 +209,7 @@ def attended(
     out: str,
     bias: bool,
     logits: Logits = Logits(),
+    gate: Float[Array, "B T NH"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Attention, projected by the submodule `out`; the cache after the step; what else `attend` gave.
 
@@ -220,6 +221,7 @@ def attended(
       out: the name of the output projection.
       bias: whether it has one.
       logits: how they follow from products, but for the layer's window.
+      gate: factors on the output before its projection, None for none.
     """
     c: DecoderConfig = module.config  # pyrefly: ignore[missing-attribute]
     out_proj = None
@@ -230,6 +232,7 @@ def attended(
     y, cache, stats = attend(cache, q, k, v, layer=layer, **options)
     B, _, T, _ = y.shape
     y = y.transpose(0, 2, 1, 3).reshape(B, T, c.num_query_heads * c.head_dim)
+    y = y if gate is None else y * gate
     return dense(c, c.embed_dim, bias, out)(y), cache, stats
 
 

@@ -6,6 +6,7 @@ change with the file, or kill the process once the file has been cut short. A st
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import mmap
@@ -116,6 +117,28 @@ def unpacked(tensors: dict[str, Stored]) -> dict[str, Stored]:
         shape = (experts, 32 * groups, rows)
         found[name.removesuffix("_blocks")] = Packed(blocks.file, "MXFP4", shape, blocks.offset, scales)
         del found[name]
+    return found
+
+
+def apart(tensors: dict[str, Stored], members: str) -> dict[str, Stored]:
+    """Tensors, of which those that hold a list's members as one are as many: `MEMBERS.gate_up_proj` "E 2F D".
+
+    Args:
+      tensors: by name.
+      members: the name of the list, as "experts".
+    """
+    found = {}
+    for name, t in tensors.items():
+        *_, parent, own = ("", *name.split("."))
+        if parent != members or t.dtype is None or len(t.shape) != 3:
+            found[name] = t
+            continue
+        parts, (E, rows, columns) = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,), t.shape
+        rows //= len(parts)
+        size = rows * columns * jnp.dtype(t.dtype).itemsize
+        for i, (e, part) in enumerate(itertools.product(range(E), parts)):
+            member = f"{name.removesuffix(own)}{e}.{part}.weight"
+            found[member] = dataclasses.replace(t, shape=(rows, columns), offset=t.offset + i * size)
     return found
 
 

@@ -35,6 +35,7 @@ from kvjax.models.stored import (
     SINGLE,
     WORKERS,
     Stored,
+    apart,
     empty,
     fill,
     read_json,
@@ -101,8 +102,10 @@ def load(
     if len(tensors) < len(found):  # of text and images: whether its two configs say it or not, it has a head or none
         config = dataclasses.replace(config, tie_embeddings=f"{family.head}.weight" not in tensors)
     tensors = unpacked(tensors) if family.packed else tensors
+    tensors = tensors if family.stacked is None else apart(tensors, family.stacked)
     if family.further:
-        tensors = {n: t for n, t in tensors.items() if (_layer(n) or 0) < config.num_layers}
+        ahead = lambda n: n.startswith("mtp.") or (_layer(n) or 0) >= config.num_layers
+        tensors = {n: t for n, t in tensors.items() if not ahead(n)}
     if dtype == _AUTO:
         kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family.ignored + family.float32)}
         config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import decode_step, feed, methods, models, prefill
+from kvjax.contract import kv_layers
 from kvjax.models.families import from_hugging_face
 from kvjax.run.layers import without_cache
 from tests.marks import slow_but
@@ -134,6 +135,15 @@ ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
     "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 16},
 }
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 12,
+}
 CASES |= {
     "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
     "smollm3_sliding": (
@@ -159,6 +169,22 @@ CASES |= {
             "swiglu_limit": 1.5,
             **rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
         },
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            **DELTA,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen35": ("Qwen3_5ForCausalLM", {"num_hidden_layers": 4, **DELTA, "linear_num_value_heads": 2}),
+    "qwen35_moe": (
+        "Qwen3_5MoeForCausalLM",
+        {"num_hidden_layers": 4, **DELTA, "num_experts": 4, "num_experts_per_tok": 2},
     ),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16}),
     "glm4_moe": (
@@ -379,7 +405,7 @@ def check_hidden_are_evicted(theirs, model, params, policy, ids, within=1e-5):
     """Reads the first tokens of `ids`, evicts, and reads the last `NEW` one by one, beside theirs under masks."""
     T = ids.shape[1] - NEW
     _, state = prefill(model, params, ids[:, :T], policy=policy, max_new_tokens=NEW)
-    N, L = model.config.num_query_heads, model.config.num_layers
+    N, L = model.config.num_query_heads, len(kv_layers(model.config))
 
     theirs.set_attn_implementation("eager")
     places = [m for name, m in theirs.named_modules() if name.rpartition(".")[2] in ATTENTIONS]
@@ -395,7 +421,8 @@ def check_hidden_are_evicted(theirs, model, params, policy, ids, within=1e-5):
             return args, {**kwargs, "attention_mask": mask}
 
         place.register_forward_pre_hook(hide, with_kwargs=True)
-    cache = transformers.DynamicCache()
+    hybrid = model.config.num_layers > L  # with a config, layers with a window hold no more
+    cache = transformers.DynamicCache(config=theirs.config) if hybrid else transformers.DynamicCache()
     with torch.no_grad():
         hidden[:] = [torch.zeros(())] * L
         theirs(torch.tensor(ids[:, :T]), **{CACHE: cache})

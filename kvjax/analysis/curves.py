@@ -16,7 +16,7 @@ from kvjax.analysis.hindsight import Across, best_in_hindsight, hindsight_rank, 
 from kvjax.analysis.intervals import Interval, interval
 from kvjax.analysis.losses import distances, largest_value, output_kl
 from kvjax.analysis.reading import Left, Reading, read, seed_key
-from kvjax.contract import Count, Layout, Model, Policy, PRNGKey, Size, resolve
+from kvjax.contract import Count, Layout, Model, Policy, PRNGKey, Size, kv_layers, resolve
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import check_reads_all, stored_for_policy, with_policy
 from kvjax.run.checks import check_model, check_prompts
@@ -238,7 +238,7 @@ def curves(
     names = [HINDSIGHT[across] for across in oracles]
     if taken := sorted(set(names) & set(policies)):
         raise ValueError(f"{taken[0]!r} is the name of an oracle; call the policy something else")
-    (B, T), lengths, L = prompts.tokens.shape, np.asarray(prompts.lengths), model.config.num_layers
+    (B, T), lengths, L = prompts.tokens.shape, np.asarray(prompts.lengths), len(kv_layers(model.config))
     grid = _grid(policies, budgets)
     plan = lambda policy: make_plan(model.config, policy, lengths, T, np.shape(continuation)[-1])
     plans = {name: sharing(map(plan, row)) for name, row in grid.items()}

@@ -29,9 +29,11 @@ from kvjax.contract import (
     Model,
     Observation,
     Policy,
+    Positions,
     PRNGKey,
     Rotate,
     Stats,
+    kv_layers,
 )
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
@@ -39,7 +41,7 @@ from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import stored_for_policy, update_layers, with_policy
 from kvjax.run.checks import check_model, check_prompts, check_rows, traced
-from kvjax.run.layers import Attend, embed, layer_step
+from kvjax.run.layers import Attend, embed, in_turn, layer_step
 from kvjax.run.plan import Plan
 from kvjax.run.prefill_each import Stored, read_whole, stored_as
 from kvjax.run.state import AttnStats, State, row_keys
@@ -236,10 +238,12 @@ def _over(
 ) -> tuple[Float[Array, "B F V"], list[Any]]:
     """The model over the rows that follow: logits after each of them, and what every layer's `attend` observed."""
     (outer, each), found = model.parts(params), []
-    x, *_ = embed(model, outer, reading.continuation, reading.lengths, None)
-    for i, (kv, attend) in enumerate(zip(layers, attends, strict=True)):
-        x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
-        found.append(new)
+    x, _, pos, _ = embed(model, outer, reading.continuation, reading.lengths, None)
+    others = [(own, Positions(pos)) for own in reading.state.others]
+    for n, (kv, attend) in enumerate(in_turn(model, [*zip(layers, attends, strict=True)], others)):
+        x, _, new = layer_step(model, model.alike[n], each[n], x, kv, attend)
+        if not isinstance(attend, Positions):
+            found.append(new)
     return _logits(model, outer, x), found
 
 
@@ -350,7 +354,7 @@ def read(
     """
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths)
-    after, L = check_rows(model, continuation, None).tokens, model.config.num_layers
+    after, L = check_rows(model, continuation, None).tokens, len(kv_layers(model.config))
     if len(after) != len(prompts.tokens):
         raise ValueError(f"{len(prompts.tokens)} prompts, but {len(after)} continuations; give one for each")
     kinds = {stored_as(p, L): p for p in policies} if layout is None else {Stored((layout,) * L): None}

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract.types import Rotate
 from kvjax.pallas_kernels.logits import Logits
+from kvjax.pallas_kernels.pytree import pytree
 
 
 @runtime_checkable
@@ -13,7 +14,8 @@ class Config(Protocol):
     """Sizes of a language model.
 
     Where a configuration also has `window(layer)`, `embed_dim`, `max_position`, `learned_positions`,
-    `additive_rotation`, `eos_ids` and others of `kvjax.models.ModelConfig`, these are used, too.
+    `additive_rotation`, `eos_ids` and others of `kvjax.models.ModelConfig`, these are used, too. Where some layers hold
+    no keys and values, `holds_kv(layer)` says which do, and `own_state(layer, batch)` what the others hold.
 
     Attributes:
       vocab_size: V, tokens.
@@ -34,6 +36,12 @@ class Config(Protocol):
     def head_dim(self) -> int: ...
     @property
     def dtype(self) -> Any: ...
+
+
+def kv_layers(config: Config) -> tuple[int, ...]:
+    """The layers of a model that hold keys and values. Policies count these alone, from 0 on."""
+    holds = getattr(config, "holds_kv", lambda layer: True)
+    return tuple(i for i in range(config.num_layers) if holds(i))
 
 
 @runtime_checkable
@@ -65,6 +73,17 @@ class Attend(Protocol):
           logits: how logits follow from products, and the layer's sliding window.
         """
         ...
+
+
+@pytree
+class Positions:
+    """What a layer that holds no keys and values is called with in place of `attend`.
+
+    Attributes:
+      pos: positions of the tokens, `EMPTY` for padding, which stands before others and changes no state.
+    """
+
+    pos: Int[Array, "B T"]
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import EMPTY, Amount, AttentionInputs, Model, Observation, Phase, Policy, value
+from kvjax.contract import EMPTY, Amount, AttentionInputs, Model, Observation, Phase, Policy, kv_layers, value
 from kvjax.observe import votes
 from kvjax.pallas_kernels import kinds
 from kvjax.run.checks import as_array, check_model, check_prompts
@@ -64,7 +64,7 @@ def observed(model: Model, params: PyTree, prompts: Prompts, what: Observation) 
     watch = Watch(what)
     state = start(model, policy=watch, lengths=prompts.lengths, width=prompts.tokens.shape[1], max_new_tokens=0)
     stats = forward(model, params, prompts.tokens, state, valid=prompts.lengths, observe=(watch,))[2]
-    return [stats.of(i)[what] for i in range(model.config.num_layers)]
+    return [stats.of(i)[what] for i in range(len(kv_layers(model.config)))]
 
 
 def fit_filters(

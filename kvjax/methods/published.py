@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from kvjax.contract import Config
+from kvjax.contract import Config, kv_layers
 from kvjax.pallas_kernels import kinds
 
 
@@ -27,7 +27,7 @@ def published(where: str | pathlib.Path, config: Config) -> np.ndarray:
     if file is None:
         names = ", ".join(sorted(x.stem for x in pathlib.Path(where).parent.glob("*.[tj]s*")))
         raise ValueError(f"nothing is published as {where}; its folder has {names or 'no files .tsv or .json'}")
-    layers, K, average = range(config.num_layers), config.num_kv_heads, 1.0
+    layers, K, average = range(len(kv_layers(config))), config.num_kv_heads, 1.0
     try:
         if file.suffix == ".tsv":
             wanted, found = layers, dict(np.ndenumerate(np.clip(np.loadtxt(file, ndmin=2), 0, 1)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax.contract import MOST, Config, Model, PRNGKey
+from kvjax.contract import MOST, Config, Model, PRNGKey, kv_layers
 from kvjax.contract.checks import whole
 from kvjax.observe import Reread
 from kvjax.run.plan import Plan
@@ -155,12 +155,12 @@ def check_state(model: Model, params: PyTree, state: State) -> None:
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; decode what kvjax.prefill returns")
     config, infos, policies = model.config, state.plan.infos, state.plan.layers
-    window = getattr(config, "window", lambda i: None)
-    sizes = [(f"num_layers={len(infos)}", config.num_layers, len(infos))]
-    for i, (info, policy) in enumerate(zip(infos[: config.num_layers], policies, strict=False)):
+    window, held = getattr(config, "window", lambda i: None), kv_layers(config)
+    sizes = [(f"num_layers={len(infos)}", len(held), len(infos))]
+    for i, (n, info, policy) in enumerate(zip(held, infos, policies, strict=False)):
         heads = config.num_query_heads if policy.layout.by_query_head else config.num_kv_heads
         here: dict[str, Any] = {"num_query_heads": config.num_query_heads, "num_kv_heads": heads}
-        here |= {"head_dim": config.head_dim, "window": window(i)}
+        here |= {"head_dim": config.head_dim, "window": window(n)}
         sizes += [(f"{n}={getattr(info, n)} in layer {i}", x, getattr(info, n)) for n, x in here.items()]
     if wrong := [(there, x) for there, x, stored in sizes if x != stored]:
         raise ValueError(

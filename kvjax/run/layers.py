@@ -5,7 +5,7 @@ Layers that differ in data alone share a compiled program; a prompt's are compac
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ from kvjax.contract import (
     Observation,
     Phase,
     Policy,
+    Positions,
     Stats,
+    kv_layers,
     turned_queries,
     unique,
 )
@@ -121,6 +123,13 @@ class Attend:
         return out.out, kv, (tuple(found.values()) if self.gives else (), lost)
 
 
+def in_turn(model: Model, held: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """What is given for layers that hold keys and values, and for the others, in the order of all layers."""
+    kv, own = kv_layers(model.config), iter(others)
+    of = dict(zip(kv, held, strict=True))
+    return [of[n] if n in of else next(own) for n in range(model.config.num_layers)]
+
+
 def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
     """Attention among T tokens without a cache, for layers to call in training. Differentiable.
 
@@ -190,6 +199,8 @@ def layer_step(
     if not isinstance(made, tuple) or len(made) != 3:
         raise ValueError("the model's block must return three values: x, the cache, and what else attend returned")
     x, after, found = made
+    if isinstance(attend, Positions):
+        return x, after, found
     if kv.how.mesh is not None:
         x, after = laid_out(x, kv.how.mesh, (DATA,)), after.laid_out()
     if capacity is None:
@@ -263,32 +274,38 @@ def step(
         attend = Attend(state.context(i, phase, tokens), pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
         inputs.append((kv, attend))
 
-    kinds, slots = [*zip(model.alike, plan.layers, strict=True)], plan.capacities
+    held = kv_layers(model.config)
+    kinds, slots = [(model.alike[n], policy) for n, policy in zip(held, plan.layers, strict=True)], plan.capacities
     shares = grow and isinstance(x, jax.core.Tracer)
     if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
         slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
 
-    def layer(i: int, x: Array, params: PyTree, here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
+    def layer(n: int, x: Array, params: PyTree, here: tuple[Any, Any]) -> tuple[Array, Any]:
         kv, attend = here
-        compacts = at_once and grow
+        if n not in held:
+            return layer_step(model, model.alike[n], params, x, kv, attend)[:2]
+        i, compacts = held.index(n), at_once and grow
         x, kv, (found, lost) = layer_step(
-            model, model.alike[i], params, x, kv, attend, slots[i] if compacts else None, ends or not compacts
+            model, model.alike[n], params, x, kv, attend, slots[i] if compacts else None, ends or not compacts
         )
         if compacts and not shares and slots[i] != (n := plan.capacities[i]):
             kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=n, ends=ends)
             lost = (lost[0] | full[:, None],)
         return x, (kv, found, lost)
 
-    shared = [*zip(kinds, slots, strict=True)] if shares else None
+    apart = [n for n in range(len(each)) if n not in held]
+    shared = in_turn(model, [*zip(kinds, slots, strict=True)], [model.alike[n] for n in apart]) if shares else None
+    inputs = in_turn(model, inputs, [(own, Positions(pos)) for own in state.others])
     x, done = each_layer(layer, x, each, inputs, kinds=shared, after_layer=after_layer)
-    layers, seen, lost = zip(*done, strict=True)
+    layers, seen, lost = zip(*(done[n] for n in held), strict=True)
+    others = tuple(done[n] for n in apart)
     lost = tuple(x for each in lost for x in each)
     if at_once and shares and slots != plan.capacities:
         cuts = [*zip(layers, plan.capacities, strict=True)]
         lost = tuple(full | (kv.num_live > n) for full, (kv, n) in zip(lost, cuts, strict=True))
         layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
     ready = state.ready or (at_once and ends)
-    state = dataclasses.replace(state, layers=layers, ready=ready, steady=evict and state.steady)
+    state = dataclasses.replace(state, layers=layers, others=others, ready=ready, steady=evict and state.steady)
     stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
     if stats is not None and joint and evict:
         state, full = evict_layers(state, stats, grow=grow, ends=ends)

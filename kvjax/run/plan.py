@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, value
+from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, kv_layers, value
 
 _TILE = 8  # what sizes are rounded up to: rows of a tile that a kernel reads
 _STEP = 16  # the same, where sizes differ
@@ -58,7 +58,7 @@ class Plan:
 
 
 def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) -> tuple[LayerInfo, ...]:
-    """The `LayerInfo` of every layer of a model that runs under a policy.
+    """The `LayerInfo` of every layer that holds keys and values, of a model that runs under a policy.
 
     Args:
       config: the model's configuration.
@@ -70,7 +70,8 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
       ValueError: tokens that are to stand at their ranks, where the model's positions cannot be changed, or under a
         policy that writes keys.
     """
-    L, N, K, H = config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_dim
+    each, N, K, H = kv_layers(config), config.num_query_heads, config.num_kv_heads, config.head_dim
+    L = len(each)
     heads = lambda i: N if policy.at(i, L).layout.by_query_head else K
     window = getattr(config, "window", lambda i: None)
     D = getattr(config, "embed_dim", 0)
@@ -93,7 +94,7 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
                 f'layer {i} wants tokens at positions="{where}", where a key moves with its rank, but '
                 f'{type(here).__name__} writes keys, which hold where they were written; use "original"'
             )
-    return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(i)) for i in range(L))
+    return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(n)) for i, n in enumerate(each))
 
 
 def bucket(n: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, PRNGKey, unique
+from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, PRNGKey, kv_layers, unique
 from kvjax.observe import Reread
 from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_model, check_positions, check_prompts, traced
@@ -122,7 +122,7 @@ def prefill_each(
         raise ValueError("policies={}: give policies by name, such as {'h2o': kvjax.methods.h2o(64)}")
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    steps, L, T = max_new_tokens, model.config.num_layers, prompts.tokens.shape[1]
+    steps, L, T = max_new_tokens, len(kv_layers(model.config)), prompts.tokens.shape[1]
     groups: dict[Stored, list[str]] = {}
     for name, policy in policies.items():
         try:

@@ -12,14 +12,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, Model, turned_queries, unique
+from kvjax.contract import EMPTY, Model, Positions, turned_queries, unique
 from kvjax.observe import Queries, Reread
 from kvjax.pallas_kernels import Logits
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import evict_layers
 from kvjax.run.checks import check_ids
-from kvjax.run.layers import embed, layer_step
+from kvjax.run.layers import embed, in_turn, layer_step
 from kvjax.run.state import AttnStats, State
 from kvjax.storage import Storage
 
@@ -72,11 +72,14 @@ def repeated(
             rows = [how.rows(tokens[b, T - n :], first, T) for b, n in enumerate(lengths)]
             ids = np.stack([np.pad(x, (R - len(x), 0)) for x in rows])
             x, _, pos, _ = embed(model, outer, ids, state.length, np.array([*map(len, rows)], np.int32))
-            for i, kv in enumerate(state.layers):
-                size = how.size(T) if how in plan.layers[i].observe("replay") else 0
-                attend = Repeat(pos, jnp.int32(first), state.length, how, size)
-                x, _, new = layer_step(model, model.alike[i], each[i], x, kv, attend)
-                found[i] = found[i] if new is None else jnp.maximum(found[i], new)
+            sizes = [how.size(T) if how in p.observe("replay") else 0 for p in plan.layers]
+            attends = [Repeat(pos, jnp.int32(first), state.length, how, size) for size in sizes]
+            every = [*zip(range(len(attends)), state.layers, attends, strict=True)]
+            others = [(None, own, Positions(pos)) for own in state.others]
+            for n, (i, kv, attend) in enumerate(in_turn(model, every, others)):
+                x, _, new = layer_step(model, model.alike[n], each[n], x, kv, attend)
+                if i is not None and new is not None:
+                    found[i] = jnp.maximum(found[i], new)
                 after_layer()
         stats = _with(stats, how, found)
     return stats

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.compose.evict import evicts
-from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats
+from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats, kv_layers
 from kvjax.decide.rewrite import Match
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run import apply
@@ -53,7 +53,7 @@ class State:
     """The cache of a whole model, and where generation stands.
 
     Attributes:
-      layers: the keys and values of every layer.
+      layers: the keys and values of every layer that holds some.
       length: tokens that each sequence has read, evicted ones included.
       prompt_length: tokens of each prompt.
       keys: one PRNG key a sequence.
@@ -64,6 +64,7 @@ class State:
       ready: whether the prompt has been read to its end, so that tokens can be decoded.
       steady: whether all that was read has met an eviction. After a `forward` without one the next evictions bring
         heads back to their budgets, in programs of their own, until a policy is applied: `policy(state, stats)`.
+      others: of every layer that holds no keys and values what it has instead, a tree of arrays "B ...".
     """
 
     layers: tuple[Storage, ...]
@@ -76,6 +77,7 @@ class State:
     plan: Plan = static(default=None)
     ready: bool = static(default=False)
     steady: bool = static(default=True)
+    others: tuple[PyTree, ...] = ()
 
     def __getitem__(self, rows: Any) -> "State":
         """The sequences `rows`, in that order; one may be taken several times (beams, several questions).
@@ -151,7 +153,7 @@ class State:
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
-        return sum(kv.nbytes for kv in self.layers)
+        return sum(kv.nbytes for kv in self.layers) + sum(x.nbytes for x in jax.tree.leaves(self.others))
 
     def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
         """The `Context` of a layer's policy, while these token ids are read."""
@@ -227,4 +229,7 @@ def empty_state(
     lengths, most = xp.asarray(lengths, xp.int32), xp.full((B,), max_new_tokens, xp.int32)
     own = lengths, keys, most, given  # copies, so that the state may be donated without the caller's arrays
     lengths, keys, most, given = jax.device_put(own, may_alias=False)
-    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, _copied(hparams), given, plan=plan)
+    held = kv_layers(config)
+    others = tuple(config.own_state(i, B) for i in range(config.num_layers) if i not in held)  # pyrefly: ignore
+    how = {"plan": plan, "others": others}
+    return State(layers, jnp.zeros_like(lengths), lengths, keys, most, _copied(hparams), given, **how)

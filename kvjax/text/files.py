@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from kvjax.contract import MOST, Model, Policy, Size, place
+from kvjax.contract import MOST, Model, Policy, Size, kv_layers, place
 from kvjax.pallas_kernels.kinds import Amount, check_fields
 from kvjax.run.checks import check_model
 from kvjax.run.memory import read_shapes
@@ -125,10 +125,9 @@ def read_state(path: _Path, model: Model, params: PyTree, policy: Policy) -> tup
         raise ValueError(
             f"{path} was made under another policy, {_differing(words.policy, here)}; give the same policy"
         )
-    if (there := len(words.capacities)) != model.config.num_layers:
+    if (there := len(words.capacities)) != (here := len(kv_layers(model.config))):
         raise ValueError(
-            f"{path} holds a state of {there} layers, but the model has {model.config.num_layers}; give the model that "
-            "read the prompt"
+            f"{path} holds a state of {there} layers, but the model has {here}; give the model that read the prompt"
         )
     lengths, config = np.asarray(words.lengths, np.int32), model.config
     plan, hparams = planned(policy, infos_of(config, policy, *words.sizes), lengths)
