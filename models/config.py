@@ -314,15 +314,25 @@ def check_only(raw: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], befo
             raise ValueError(f"{before}{key}={raw[key]!r} is not supported; it must be {known}")
 
 
+def read_kinds(raw: Mapping[str, Any], known: tuple[str, ...], default: Sequence[str]) -> list[str]:
+    """The kind of every layer, by `layer_types` or by default.
+
+    Raises:
+      ValueError: other kinds than the known ones, or another number of them than layers.
+    """
+    layers, kinds = len(default), raw.get("layer_types") or list(default)
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        raise ValueError(f"layer_types={kinds!r} is not a list of {layers} names out of {known}")
+    return kinds
+
+
 def read_windows(raw: Mapping[str, Any], kinds: Sequence[str], *, used: bool = True) -> tuple[int | None, ...]:
     """The window of layers that `layer_types` calls sliding, or `kinds` in files without it.
 
     Raises:
       ValueError: other kinds, or another number of them than layers.
     """
-    layers, kinds = len(kinds), raw.get("layer_types") or list(kinds)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in LAYER_TYPES for k in kinds):
-        raise ValueError(f"layer_types={kinds!r} is not a list of {layers} names out of {LAYER_TYPES}")
+    kinds = read_kinds(raw, LAYER_TYPES, kinds)
     if not used or raw.get("sliding_window") is None:
         return ()
     window = whole("sliding_window", raw["sliding_window"])

@@ -13,6 +13,7 @@ from kvjax.models import (
     gpt_neox,
     gpt_oss,
     gptj,
+    lfm2,
     llama,
     mixtral,
     mpt,
@@ -27,7 +28,7 @@ from kvjax.models import (
 from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family
 
-_FILES = (llama, smollm3, olmo, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe, gpt_oss, qwen3_next)
+_FILES = (llama, smollm3, olmo, lfm2, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe, gpt_oss, qwen3_next)
 _FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon)
 FAMILIES = (*(file.FAMILY for file in _FILES), qwen3_next.NEXT)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}

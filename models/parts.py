@@ -167,11 +167,13 @@ class GatedMLP(nn.Module):
       config: sizes, dtype and the activation.
       bias: whether its projections have one.
       width: F; that of the config if None.
+      down: the name of the projection down.
     """
 
     config: DecoderConfig
     bias: bool = False
     width: int | None = None
+    down: str = "down_proj"
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -180,7 +182,7 @@ class GatedMLP(nn.Module):
         groups = math.gcd(c.num_kv_heads, F)  # which devices may share
         y = dense(c, (groups, 2, F // groups), self.bias, "gate_up_proj")(x)
         y = activation(c, y[..., 0, :]) * y[..., 1, :]
-        return dense(c, c.embed_dim, self.bias, "down_proj")(y.reshape(*x.shape[:-1], F))
+        return dense(c, c.embed_dim, self.bias, self.down)(y.reshape(*x.shape[:-1], F))
 
 
 def heads(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.contract import Positions
 from kvjax.contract.checks import whole
-from kvjax.models.config import each, read_flag, read_sizes, write_sizes
+from kvjax.models.config import each, read_flag, read_kinds, read_sizes, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.experts import Experts, ExpertsConfig
 from kvjax.models.family import Family
@@ -218,9 +218,8 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     raw["num_key_value_heads"] = raw.get("num_key_value_heads", 4 if architecture == _DENSE else 2)
     sizes, bias = read_sizes(raw), read_flag(raw, "attention_bias")
     layers, every = range(sizes["num_layers"]), whole("full_attention_interval", raw["full_attention_interval"])
-    kinds = raw.get("layer_types", [_LINEAR if (i + 1) % every else "full_attention" for i in layers])
-    if not isinstance(kinds, list) or len(kinds) != len(layers) or not {*kinds} <= {_LINEAR, "full_attention"}:
-        raise ValueError(f"layer_types={kinds!r} is not a list of {len(layers)} names, {_LINEAR} or full_attention")
+    kinds = [_LINEAR if (i + 1) % every else "full_attention" for i in layers]
+    kinds = read_kinds(raw, (_LINEAR, "full_attention"), kinds)
     step, alone = (
         whole("decoder_sparse_step", raw["decoder_sparse_step"]),
         each("mlp_only_layers", raw["mlp_only_layers"], least=0),

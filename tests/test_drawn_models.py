@@ -138,6 +138,21 @@ def ministral3(draw, raw):
     return raw | {"rope_parameters": raw["rope_parameters"] | own}
 
 
+def hybrid(kind, experts_key=None):
+    """Layers of a kind without keys and values beside some of attention."""
+
+    def last(draw, raw):
+        n = raw["num_hidden_layers"]
+        kinds = draw(st.lists(st.sampled_from((kind, "full_attention")), min_size=n, max_size=n))
+        kinds[draw(st.integers(0, n - 1))] = "full_attention"
+        if "linear_num_key_heads" in raw:
+            raw["linear_num_value_heads"] = raw["linear_num_key_heads"] * draw(st.integers(1, 2))
+        raw = raw | {"layer_types": kinds}
+        return raw if experts_key is None else experts(experts_key)(draw, raw)
+
+    return last
+
+
 def falcon(draw, raw):
     """Keys of other names; the new architecture says its kv heads, and has parts in parallel."""
     new, kv = draw(FLAG), raw.pop("num_key_value_heads")
@@ -166,6 +181,9 @@ def without_width(draw, raw):
 
 WIDE, ALONE = {"own_heads": True, "any_width": True}, {"grouped": False, "rotations": ()}
 SOME = ROTATIONS[:4]
+DELTA = {"attention_bias": FLAG, "linear_num_key_heads": st.integers(1, 3), "linear_key_head_dim": st.integers(2, 9)}
+DELTA |= {"linear_value_head_dim": st.integers(2, 9), "linear_conv_kernel_dim": st.integers(1, 4)}
+SHARED = {k: st.integers(5, 30) for k in ("moe_intermediate_size", "shared_expert_intermediate_size")}
 DRAWN = {
     "LlamaForCausalLM": Kind({"attention_bias": FLAG, "mlp_bias": FLAG, "hidden_act": ACTS}, own_heads=True),
     "MistralForCausalLM": Kind(MAYBE | {"hidden_act": ACTS}, **WIDE),
@@ -179,6 +197,24 @@ DRAWN = {
     "SmolLM3ForCausalLM": Kind(SLIDING | {"attention_bias": FLAG, "mlp_bias": FLAG}, last=smollm3),
     "Olmo2ForCausalLM": Kind({"attention_bias": FLAG, "hidden_act": ACTS}),
     "Olmo3ForCausalLM": Kind({"attention_bias": FLAG}, windows=True, rotations=(), last=two_ropes),
+    "Qwen3_5ForCausalLM": Kind(DELTA, **WIDE, rotations=SOME, shares=(1.0, 0.5), last=hybrid("linear_attention")),
+    "Qwen3_5MoeForCausalLM": Kind(
+        DELTA | SHARED, **WIDE, rotations=SOME, shares=(1.0, 0.5), last=hybrid("linear_attention", "num_experts")
+    ),
+    "Qwen3NextForCausalLM": Kind(
+        DELTA
+        | SHARED
+        | {"norm_topk_prob": FLAG, "mlp_only_layers": st.lists(st.integers(0, 2), unique=True, max_size=2)},
+        **WIDE,
+        rotations=SOME,
+        shares=(1.0, 0.5),
+        last=hybrid("linear_attention", "num_experts"),
+    ),
+    "Lfm2ForCausalLM": Kind(
+        {"conv_L_cache": st.integers(1, 4), "block_multiple_of": st.integers(1, 9), "block_auto_adjust_ff_dim": FLAG},
+        rotations=SOME,
+        last=hybrid("conv"),
+    ),
     "Glm4ForCausalLM": Kind({"attention_bias": FLAG, "hidden_act": ACTS}, **WIDE, rotations=SOME, shares=(1.0, 0.5)),
     "Glm4MoeForCausalLM": Kind(
         {"attention_bias": FLAG, "use_qk_norm": FLAG, "norm_topk_prob": FLAG, "n_shared_experts": st.integers(1, 2)}

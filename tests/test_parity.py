@@ -186,6 +186,10 @@ CASES |= {
         "Qwen3_5MoeForCausalLM",
         {"num_hidden_layers": 4, **DELTA, "num_experts": 4, "num_experts_per_tok": 2},
     ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    ),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
