@@ -81,7 +81,10 @@ def largest_rows(budget: Budget, *, recent: int) -> Policy:
 
 def ahakv_part(budget: Budget, *, without: Literal["gain", "recent", "prior"], recent: int) -> Policy:
     """AhaKV without a part of it."""
-    return papers.ahakv_without(without, budget, recent=recent)
+    policy = methods.ahakv(budget, recent=recent)
+    if without == "prior":
+        return papers.summed_by(policy, Faded)
+    return papers.with_rows(policy, **{"softmax" if without == "gain" else "last": None})
 
 
 def keyformer_ranked(budget: Budget) -> Policy:

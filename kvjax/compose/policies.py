@@ -356,7 +356,7 @@ def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) ->
     if not having(policy, "when"):
         raise ValueError(f"{type(policy).__name__} has no schedule")
     new = schedule if callable(schedule) and not isinstance(schedule, type | Policy) else lambda _: schedule
-    return _everywhere(policy, "when", lambda fields: {"when": new(fields["when"])})
+    return everywhere(policy, Policy, "when", lambda fields: {"when": new(fields["when"])})
 
 
 def protect(policy: Policy, *, sinks: Count, recent: Count) -> Policy:
@@ -371,16 +371,16 @@ def protect(policy: Policy, *, sinks: Count, recent: Count) -> Policy:
     """
     if not having(policy, "sinks"):
         raise ValueError(f"{type(policy).__name__} keeps no tokens by position alone, so that none can be others")
-    return _everywhere(policy, "sinks", lambda _: {"sinks": sinks, "recent": recent})
+    return everywhere(policy, Policy, "sinks", lambda _: {"sinks": sinks, "recent": recent})
 
 
-def _everywhere(x: Any, field: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A policy in which every one that has a field gets others, made from all of its fields."""
+def everywhere(x: Any, kind: Any, field: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A value in which every one of a kind that has a field gets others, made from all of its fields."""
     if isinstance(x, tuple):
-        return tuple(_everywhere(y, field, change) for y in x)
-    if not isinstance(x, Policy):
+        return tuple(everywhere(y, kind, field, change) for y in x)
+    if not isinstance(x, kind):
         return x
-    each = {f.name: _everywhere(getattr(x, f.name), field, change) for f in dataclasses.fields(x)}
+    each = {f.name: everywhere(getattr(x, f.name), kind, field, change) for f in dataclasses.fields(x)}
     return dataclasses.replace(x, **(each | change(each) if field in each else each))
 
 

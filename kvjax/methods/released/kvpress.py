@@ -1,27 +1,29 @@
 """The presses of kvpress 0.5.5 as compositions. `r` is the share that is removed, their `compression_ratio`.
 
-A press that is not here is a method with the budget `kept(r)`, such as `methods.knorm(kept(r))`.
+A press that is not here is a method with the budget `kept(r)`, such as `methods.knorm(kept(r))`; its options are fields
+of the score, `papers.with_score(methods.lagkv(kept(r)), cross=True)`. ThinKPress is `parts.ZeroChannels`,
+StreamingLLMPress `factory.streaming_llm_factory(kept(r))`.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
 from kvjax.compose.evict import Evict
-from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Proportion, Size
+from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
-from kvjax.methods.keys import compactor, curdkv, expected_attention, kvzap, lagkv
-from kvjax.methods.position import random, streaming_llm
+from kvjax.methods.keys import compactor, expected_attention, kvzap
+from kvjax.methods.position import random
 from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Truncated
 from kvjax.methods.released.papers import PROMPT, with_score
-from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
+from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast
 from kvjax.methods.votes import finch, simlayerkv, snapkv
-from kvjax.observe import ProjectedValueNorm, Rows
+from kvjax.observe import ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
-from kvjax.scores.attention import Accumulated, Mean, Votes
+from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import Expected, Given, Leverage
 
@@ -63,22 +65,19 @@ def kvpress_observed_attention(r: Proportion) -> Evict:
     return Evict(Mean(), kept(r))
 
 
-def kvpress_finch(
-    r: Proportion, *, window: Size, chunk: Size | None = None, normalize: bool = True, rerotate: bool = True
-) -> Evict:
+def kvpress_finch(r: Proportion, *, window: Size, chunk: Size | None = None) -> Evict:
     """FinchPress, whose question has `window` tokens.
+
+    Without `normalize_scores` it is `papers.with_rows(..., by_length=False)`, without `rerotate_keys` one of
+    `layout=Layout()`.
 
     Args:
       r: the compression ratio.
       window: tokens of the question.
       chunk: tokens of a chunk; None reads the prompt as one.
-      normalize: rows are weighed by their length.
-      rerotate: tokens stand at their rank.
     """
     policy = finch(kept(r), window=window, chunk=chunk)
-    policy = policy if chunk is None else kvpress_chunk(policy, size=chunk)
-    policy = policy if normalize else dataclasses.replace(policy, score=Accumulated(Rows(window)))
-    return policy if rerotate else dataclasses.replace(policy, layout=Layout())
+    return policy if chunk is None else kvpress_chunk(policy, size=chunk)
 
 
 def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
@@ -90,36 +89,6 @@ def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amou
 
 
 # ------------------------------------------------------------------------------------------------ keys
-
-
-def kvpress_lagkv(r: Proportion, *, lag: Size = 128, sinks: Amount = 4, cross: bool = False) -> Evict:
-    """LagKVPress; `cross` is its `cross_scoring`."""
-    return with_score(lagkv(kept(r), lag=lag, sinks=sinks), cross=cross)
-
-
-def kvpress_curdkv(
-    r: Proportion,
-    *,
-    of: Literal["product", "mean", "key", "value"] = "product",
-    partition: Size | None = 16,
-    sinks: Amount = 4,
-) -> Evict:
-    """CURPress; `partition=None` is its `use_local_approximation=False`."""
-    return with_score(curdkv(kept(r), sinks=sinks), of=of, partition=partition)
-
-
-def kvpress_expected_attention(
-    r: Proportion,
-    *,
-    horizon: Size = 512,
-    sinks: Amount = 4,
-    eps: NonNegative = 0.0,
-    covariance: bool = True,
-    value_norms: bool = True,
-) -> Evict:
-    """ExpectedAttentionPress."""
-    policy = expected_attention(kept(r), horizon=horizon, sinks=sinks, eps=eps)
-    return with_score(policy, covariance=covariance, value_norms=value_norms)
 
 
 def expected_attention_stats(
@@ -175,11 +144,6 @@ def kvpress_kvzap(r: Proportion, function: Callable[..., Any]) -> Evict:
 # ------------------------------------------------------------------------------------------------ positions
 
 
-def kvpress_streaming_llm(r: Proportion, *, sinks: Amount = 4) -> Evict:
-    """StreamingLLMPress."""
-    return dataclasses.replace(streaming_llm(kept(r), sinks=sinks), when=PROMPT, layout=Layout())
-
-
 def kvpress_random(r: Proportion) -> Evict:
     """RandomPress; draws are other ones."""
     return dataclasses.replace(random(kept(r)), recent=0, when=PROMPT)
@@ -232,11 +196,6 @@ def kvpress_dms(base: Evict, threshold: float, *, recent: Count, decoding: bool 
     """DMSPress around a press, whose budget is the most that a head holds; `recent` is its sliding window."""
     schedule = Schedule(every=1) if decoding else PROMPT
     return dataclasses.replace(base, select=AtLeast(threshold), recent=recent, when=schedule)
-
-
-def kvpress_think(channels: Proportion = 0.5, *, rows: Size = 32) -> ZeroChannels:
-    """ThinKPress, which sets channels of the prompt's keys to 0."""
-    return ZeroChannels(channels, rows)
 
 
 kinds.doors(__name__)
