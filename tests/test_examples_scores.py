@@ -11,6 +11,7 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule, Share
 from kvjax.contract import Layout, Tree, resolve
+from kvjax.decide.linalg import unit
 from kvjax.decide.select import Chunks, TopK, TwoStage, best
 from kvjax.methods.profile import STRATEGIES
 from kvjax.methods.released import papers, parts
@@ -18,7 +19,7 @@ from kvjax.methods.released.counts import Truncated
 from kvjax.observe import FutureQueries, ProjectedValueNorm
 from kvjax.pallas_kernels import attention
 from kvjax.scores.attention import Accumulated, Faded
-from kvjax.scores.keys import Expected, KeyBias, KeyDifference, KeyNorm, LagRelative, unit
+from kvjax.scores.keys import Expected, KeyBias, KeyDifference, KeyNorm, LagRelative
 from kvjax.scores.softmax import EntropyScaled, Noisy
 from tests import tensors
 from tests.by_hand import cache, inputs_of, keep, moment, numbers, read, read_tensors, slots_of

@@ -74,13 +74,9 @@ _WITHOUT_LAYERS = ("regret_layers", "kl", "agreement")
 
 def value_bounds(reading: Reading) -> Float[Array, "L B"]:
     """Theorem 2's C of every layer, over all that a row behind the prompt can read."""
-    each = zip(reading.state.layers, reading.later, strict=True)
-    return jnp.stack(
-        [
-            jnp.maximum(largest_value(kv.v, later.out_proj, kv.view().live), largest_value(later.v, later.out_proj))
-            for kv, later in each
-        ]
-    )
+    layers, later = reading.state.layers, reading.later
+    prompt = [largest_value(kv.v, x.out_proj, kv.view().live) for kv, x in zip(layers, later, strict=True)]
+    return jnp.maximum(jnp.stack(prompt), jnp.stack([largest_value(x.v, x.out_proj) for x in later]))
 
 
 def mask_losses(

@@ -267,10 +267,6 @@ class AcrossLayers(_Joint):
         if not isinstance(self.policy, Evict) or self.policy.when.decodes or not self.policy.when.prefill:
             raise ValueError("layers compete once, after the prompt: give an Evict that does not evict while decoding")
 
-    @property
-    def _largest(self) -> Evict:
-        return dataclasses.replace(self.policy, budget=Times(self.policy.budget, self.max_ratio))
-
     def observe(self, phase: Phase) -> tuple[Any, ...]:
         """Observations of the policy, and those that weights of layers are computed from."""
         more = self.by.observe() if phase == "prefill" and self.by is not by_top_scores else ()
@@ -278,7 +274,8 @@ class AcrossLayers(_Joint):
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
         """Room for `max_ratio` times the average budget, in every layer, and for prompts that are kept whole."""
-        own, largest = self.policy.sizes(info, lengths), self._largest.sizes(info, lengths)
+        most = dataclasses.replace(self.policy, budget=Times(self.policy.budget, self.max_ratio))
+        own, largest = self.policy.sizes(info, lengths), most.sizes(info, lengths)
         per_head, total = np.maximum(own.per_head, largest.per_head), np.maximum(own.total, largest.total)
         least = jnp.asarray(np.minimum(self.policy.least(info, lengths), MOST), jnp.int32)
         return Sizes(per_head, total, (own.hparams, largest.hparams, least))

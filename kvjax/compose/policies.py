@@ -102,8 +102,6 @@ class Chain(_Members):
       members: the policies, the first one first.
     """
 
-    members: tuple[Policy, ...]
-
     def __post_init__(self):
         super().__post_init__()
         if any(p.layout.positions == "shifted" for p in self.members):
@@ -186,7 +184,6 @@ class ByHead(_Members):
       pool: whether the heads' slots lie in one pool, so that heads with small budgets take little memory.
     """
 
-    members: tuple[Policy, ...]
     heads: tuple[int, ...]
     pool: bool = False
 

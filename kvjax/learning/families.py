@@ -135,19 +135,15 @@ class Simplex(Family):
 
     def budgets(self, params: Params, view: View) -> Float[Array, "B L K"]:
         """Slots of every head beside its protected ones."""
-        average = view.selectable
-        cap = view.candidates.sum(-1)
+        average, cap = view.selectable, view.candidates.sum(-1)
         B, L, K = cap.shape
-        shape = {"heads": (B, L, K), "layers": (B, L, K), "both": (B, L * K)}[self.over]
         if self.over == "layers":
             average, cap = average.mean(-1), cap.min(-1)
-            parts = simplex(
-                jnp.broadcast_to(params[None], (B, L)), average.sum(-1), floor=self.floor * average, cap=cap
-            )
-            return jnp.broadcast_to(parts[..., None], shape)
-        average, cap = average.reshape(shape), cap.reshape(shape)
-        params = jnp.broadcast_to(params[None], (B, L, K)).reshape(shape)
-        return simplex(params, average.sum(-1), floor=self.floor * average, cap=cap).reshape(B, L, K)
+        elif self.over == "both":
+            average, cap = average.reshape(B, -1), cap.reshape(B, -1)
+        logits = jnp.broadcast_to(params.reshape(average.shape[1:]), average.shape)
+        parts = simplex(logits, average.sum(-1), floor=self.floor * average, cap=cap)
+        return jnp.broadcast_to(parts.reshape(B, L, -1), (B, L, K))
 
     def gates(self, params: Params, view: View, temperature: float | Float[Array, ""]) -> Float[Array, "B L K S"]:
         return view.select(self.budgets(params, view), temperature)

@@ -68,10 +68,10 @@ class Soft(Select):
 
     def __post_init__(self):
         check_temperature(self.temperature)
-        if type(self.select) not in _PASSES:
+        if type(self.select) not in _RELAXED:
             raise ValueError(
                 f"{type(self.select).__name__} is not known to select by passes of top-k, so it has no temperature; "
-                f"relax one of {', '.join(kind.__name__ for kind in _PASSES)}"
+                f"relax one of {', '.join(kind.__name__ for kind in _RELAXED)}"
             )
 
     @property
@@ -92,44 +92,23 @@ class Soft(Select):
         first = Pass(real(kv.pos), jnp.minimum(total, secure.sum(-1)))
         kept = soft_passes((first,), kv.pos, secure, temperature=width)
         rest = jnp.maximum(total - kept.sum(-1), 0.0)
-        passes = _PASSES[type(self.select)](self.select, score, total, rest, slots.of("select"))
+        passes = self._passes(score, total, rest, slots.of("select"))
         return kept + soft_passes(passes, kv.pos, have - secure, temperature=width)
 
-
-# ------------------------------------------------------------------------------------- selections as passes of top-k
-
-
-def _top_k(
-    select: TopK, score: Float[Array, "B K S"], budgets: Float[Array, "B K"], rest: Float[Array, "B K"], slots: Slots
-) -> tuple[Pass, ...]:
-    return (Pass(score, rest),)
-
-
-def _then_random(
-    select: ThenRandom,
-    score: Float[Array, "B K S"],
-    budgets: Float[Array, "B K"],
-    rest: Float[Array, "B K"],
-    slots: Slots,
-) -> tuple[Pass, ...]:
-    random = jnp.minimum(slots.hparams.random[:, None].astype(rest.dtype), rest)
-    return Pass(score, rest - random), Pass(select.drawn(score, slots), random)
+    def _passes(self, score: Array, budgets: Array, rest: Array, slots: Slots) -> tuple[Pass, ...]:
+        """The selection as passes of top-k over the `rest` of budgets "B K" that protected slots leave."""
+        select = self.select
+        if isinstance(select, ThenRandom):
+            random = jnp.minimum(slots.hparams.random[:, None].astype(rest.dtype), rest)
+            return Pass(score, rest - random), Pass(select.drawn(score, slots), random)
+        if isinstance(select, TwoStage):
+            size = jnp.maximum(jnp.floor(budgets * select.first + 1e-6), float(select.first > 0))
+            first = jnp.clip(size - (budgets - rest), 0.0, rest)
+            return Pass(score, first), Pass(select.weighed(score, slots), rest - first)
+        return (Pass(score, rest),)
 
 
-def _two_stage(
-    select: TwoStage,
-    score: Float[Array, "B K S"],
-    budgets: Float[Array, "B K"],
-    rest: Float[Array, "B K"],
-    slots: Slots,
-) -> tuple[Pass, ...]:
-    size = jnp.maximum(jnp.floor(budgets * select.first + 1e-6), float(select.first > 0))
-    first = jnp.clip(size - (budgets - rest), 0.0, rest)
-    return Pass(score, first), Pass(select.weighed(score, slots), rest - first)
-
-
-# A subclass may select in another way, so it is not found here.
-_PASSES: dict[type, Callable[..., tuple[Pass, ...]]] = {TopK: _top_k, ThenRandom: _then_random, TwoStage: _two_stage}
+_RELAXED = TopK, ThenRandom, TwoStage  # a subclass may select in another way
 
 
 # --------------------------------------------------------------------------------------------------------- policies

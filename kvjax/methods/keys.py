@@ -7,19 +7,19 @@ from kvjax.budgets import STEP
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
-from kvjax.observe import FutureQueries
+from kvjax.observe import ChunkAttention, FutureQueries
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import (
     Capacity,
     Expected,
+    Given,
     KeyDifference,
     KeyDirections,
     KeyNorm,
     LagRelative,
     Leverage,
     SquaredNorms,
-    within_chunks,
 )
 from kvjax.scores.learned import predicted
 
@@ -134,8 +134,13 @@ def compactor(
     """
     if blend is None:
         blend = 1.0 - budget if isinstance(budget, float) else 0.35
-    votes = Pooled(ValueWeighted(within_chunks(chunk, sinks, recent)), "avg", 3)
-    return Evict(Blend((Standardized(Leverage(sketch)), Standardized(votes)), (blend, 1.0)), budget, sinks, recent)
+    votes = chunk_votes(ChunkAttention(chunk, sinks, recent))
+    return Evict(Blend((Standardized(Leverage(sketch)), votes), (blend, 1.0)), budget, sinks, recent)
+
+
+def chunk_votes(chunks: ChunkAttention) -> Standardized:
+    """What tokens receive within their chunk of the prompt, times value norms, with their neighbours (Compactor)."""
+    return Standardized(Pooled(ValueWeighted(Given(chunks, prompt_only=True)), "avg", 3))
 
 
 def q_filters(budget: Count, filters: Annotated[Any, numbers("L", "K", "H")]) -> Evict:

@@ -27,15 +27,10 @@ from kvjax.contract import (
     data,
     value,
 )
-from kvjax.decide.linalg import of_each
-from kvjax.observe import ChunkAttention, FutureQueries, UnrotatedKeys
+from kvjax.decide.linalg import of_each, unit
+from kvjax.observe import FutureQueries, UnrotatedKeys
 from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.storage import in_order
-
-
-def unit(x: Float[Array, "*n H"], least: float = 1e-12) -> Float[Array, "*n H"]:
-    """Vectors of length 1."""
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)
 
 
 class KeyNorm(Score):
@@ -331,13 +326,3 @@ class Given(Score):
         if self.prompt_only and slots.ctx.phase == "decode":
             return slots.memory
         return slots.memory + slots.stats[self.what]
-
-
-def within_chunks(size: Size, sinks: Amount, recent: Amount) -> Given:
-    """Scores what a token receives from all rows of its chunk of the prompt (Compactor).
-
-    Args:
-      size: tokens of a chunk.
-      sinks, recent: tokens at either end of the prompt that are in no chunk.
-    """
-    return Given(ChunkAttention(size, sinks, recent), prompt_only=True)

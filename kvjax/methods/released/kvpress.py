@@ -14,7 +14,7 @@ from kvjax.compose import when
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
-from kvjax.methods.keys import compactor, expected_attention, kvzap
+from kvjax.methods.keys import chunk_votes, compactor, expected_attention, kvzap
 from kvjax.methods.position import random
 from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Truncated
 from kvjax.methods.released.papers import PROMPT, with_score
@@ -24,8 +24,8 @@ from kvjax.observe import ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.attention import Mean, Votes
-from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
-from kvjax.scores.keys import Expected, Given, Leverage
+from kvjax.scores.blends import LayerMean
+from kvjax.scores.keys import Expected, Leverage
 
 
 def kept(r: Proportion) -> Truncated:
@@ -111,14 +111,9 @@ def kvpress_leverage(r: Proportion, *, sketch: Size | None = 48) -> Evict:
     return Evict(Leverage(sketch), kept(r))
 
 
-def _chunk_votes(chunk: Size, sinks: Amount, recent: Amount) -> Standardized:
-    chunks = PaddedChunkAttention(chunk, sinks, recent)
-    return Standardized(Pooled(ValueWeighted(Given(chunks, prompt_only=True)), "avg", 3))
-
-
 def kvpress_non_causal(r: Proportion, *, chunk: Size = 256) -> Evict:
     """NonCausalAttnPress, which fills up the last chunk."""
-    return Evict(_chunk_votes(chunk, 0, 0), kept(r))
+    return Evict(chunk_votes(PaddedChunkAttention(chunk)), kept(r))
 
 
 def kvpress_compactor(
@@ -133,7 +128,7 @@ def kvpress_compactor(
     """CompactorPress, which fills up the last chunk."""
     policy = compactor(kept(r), blend=r if blend is None else blend, sketch=sketch, sinks=sinks, recent=recent)
     score: Any = policy.score
-    return with_score(policy, scores=(score.scores[0], _chunk_votes(chunk, sinks, recent)))
+    return with_score(policy, scores=(score.scores[0], chunk_votes(PaddedChunkAttention(chunk, sinks, recent))))
 
 
 def kvpress_kvzap(r: Proportion, function: Callable[..., Any]) -> Evict:
