@@ -9,29 +9,12 @@ from kvjax.budgets import STEP, Above, Adaptive, Combined, Of, Schedule, Share
 from kvjax.compose.across import AcrossLayers
 from kvjax.compose.evict import Evict
 from kvjax.compose.policies import everywhere
-from kvjax.contract import (
-    Amount,
-    Count,
-    Layout,
-    Odd,
-    Policy,
-    Proportion,
-    Ratio,
-    Score,
-    Size,
-)
+from kvjax.contract import Amount, Count, Layout, Odd, Policy, Proportion, Ratio, Score, Size
 from kvjax.methods.attention import r_kv, tova
 from kvjax.methods.hidden import FirstLayers
 from kvjax.methods.nacl import nacl
 from kvjax.methods.released.counts import HalfEven, Normalized, Truncated
-from kvjax.methods.released.parts import (
-    Drawn,
-    DriftingTopK,
-    NextStepMask,
-    PagesOfQueryHeads,
-    RowsAtEnds,
-    StepwiseMask,
-)
+from kvjax.methods.released.parts import Drawn, DriftingTopK, NextStepMask, PagesOfQueryHeads, RowsAtEnds, StepwiseMask
 from kvjax.methods.votes import ada_snapkv, defensivekv, lava, snapkv
 from kvjax.observe import Rows
 from kvjax.pallas_kernels import kinds
