@@ -146,12 +146,11 @@ def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: A
     total = xp.minimum(xp.round(shares.sum(-1, keepdims=True)), limit.sum(-1, keepdims=True))
     shares = xp.where((shares < least).any(-1, keepdims=True), _raised(shares, least, total, xp), shares)
 
-    spread = lambda _, x: _spread(x, limit, xp)
     if xp is np:
         for _ in range(shares.shape[-1]):
-            shares = spread(0, shares)
+            shares = spread(shares, limit, np)
     else:
-        shares = lax.fori_loop(0, shares.shape[-1], spread, shares)
+        shares = lax.fori_loop(0, shares.shape[-1], lambda _, x: spread(x, limit, jnp), shares)
     shares = xp.minimum(shares, limit)
     floor = xp.floor(shares)
     left = xp.where(floor < limit, shares - floor, -1)
@@ -169,7 +168,7 @@ def _raised(shares: Any, least: Any, total: Any, xp: Any) -> Any:
     return least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
 
 
-def _spread(shares: Any, limit: Any, xp: Any) -> Any:
+def spread(shares: Any, limit: Any, xp: Any) -> Any:
     """Shares of which what lies beyond the limit was given to the others."""
     over, shares = xp.maximum(shares - limit, 0).sum(-1, keepdims=True), xp.minimum(shares, limit)
     weight = xp.where(shares < limit, shares, 0)

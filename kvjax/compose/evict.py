@@ -104,22 +104,19 @@ class Evict(Policy):
                 f"{type(part).__name__} ranks by what it observes of prompts alone, but {self.when} evicts while "
                 "decoding; use Schedule(), or a score that observes decode rows, such as Accumulated"
             )
-        if self.layout.positions == "shifted":
-            self._shift()
+        if self.layout.positions == "shifted":  # the sinks are, where they and the last tokens are all that stays
+            if self.score != Recency() or type(self.select) is not TopK or not isinstance(self.sinks, int | np.integer):
+                raise ValueError(
+                    'positions="shifted" is for a number of first tokens and the last ones: TopK by Recency, but here '
+                    f"are {type(self.select).__name__} by {type(self.score).__name__} and sinks={self.sinks!r}; use "
+                    '"rank"'
+                )
+            object.__setattr__(self, "layout", dataclasses.replace(self.layout, sinks=int(self.sinks)))
         if self.when.before and self.observe("decode"):
             raise ValueError(
                 f"Schedule(before=True) evicts before rows are read, but {type(self.score).__name__} or another part "
                 "observes what they read; leave out before"
             )
-
-    def _shift(self) -> None:
-        """Derives how many first tokens are shifted: the sinks, as they and the last tokens are all that stay."""
-        if self.score != Recency() or type(self.select) is not TopK or not isinstance(self.sinks, int | np.integer):
-            raise ValueError(
-                'positions="shifted" is for a number of first tokens and the last ones: TopK by Recency, but here are '
-                f'{type(self.select).__name__} by {type(self.score).__name__} and sinks={self.sinks!r}; use "rank"'
-            )
-        object.__setattr__(self, "layout", dataclasses.replace(self.layout, sinks=int(self.sinks)))
 
     # -------------------------------------------------------------------------------------------- on the host
 

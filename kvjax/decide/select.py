@@ -70,15 +70,11 @@ def all_but_worst(
     The same as `best` where no head exceeds its budget by more than one token, without looking for a bar.
     """
     live = pos >= 0
-    return live & ~(worst(score, pos) & (live.sum(-1) > budgets)[..., None])
-
-
-def worst(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
-    """The live slot with the lowest score of every head; of equal scores, the oldest."""
-    score = jnp.where(pos >= 0, lax.stop_gradient(score), jnp.inf)
+    score = jnp.where(live, lax.stop_gradient(score), jnp.inf)
     score, pos = lax.optimization_barrier((score, pos))  # which are compared with themselves
     lowest = (pos >= 0) & (score == score.min(-1, keepdims=True))
-    return pos == jnp.where(lowest, pos, LAST).min(-1, keepdims=True)
+    worst = pos == jnp.where(lowest, pos, LAST).min(-1, keepdims=True)
+    return live & ~(worst & (live.sum(-1) > budgets)[..., None])
 
 
 class TopK(Select):

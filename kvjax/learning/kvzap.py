@@ -50,7 +50,7 @@ def examples(
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths)
     place = np.arange(prompts.tokens.shape[1])[None] - (prompts.tokens.shape[1] - prompts.lengths[:, None])
-    first = max(sinks, getattr(replay, "prefix", 0))
+    first = max(sinks, replay.prefix)
     counts = place >= first
     if not counts.any():
         raise ValueError(

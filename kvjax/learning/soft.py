@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvjax.budgets import spread
 from kvjax.compose.evict import LARGE
 from kvjax.pallas_kernels import kinds
 
@@ -219,15 +220,7 @@ def simplex(
 
 def filled(shares: Float[Array, "*batch M"], cap: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
     """Shares of the same total, none above its cap; the excess goes to the others in proportion, as in `apportion`."""
-
-    def spread(_: Any, shares: Array) -> Array:
-        surplus = jnp.maximum(shares - cap, 0.0).sum(-1, keepdims=True)
-        shares = jnp.minimum(shares, cap)
-        weight = jnp.where(cap > shares, shares, 0.0)
-        mass = weight.sum(-1, keepdims=True)
-        return shares + surplus * weight / jnp.where(mass > 0, mass, 1.0)
-
-    return jnp.minimum(lax.fori_loop(0, shares.shape[-1], spread, shares), cap)
+    return jnp.minimum(lax.fori_loop(0, shares.shape[-1], lambda _, x: spread(x, cap, jnp), shares), cap)
 
 
 kinds.doors(__name__, "soft_top_k", "soft_passes", "mass_rank", "standardised", "simplex", "filled")
