@@ -252,7 +252,7 @@ def curves(
         measure = lambda keep, r=reading, c=largest: jax.tree.map(
             np.asarray, _losses(model, params, r, keep, largest=c)
         )
-        found: dict[str, list[list[Any]]] = {name: [[] for _ in budgets] for name in members}
+        found: dict[str, list[list[Losses]]] = {name: [[] for _ in budgets] for name in members}
         first: dict[tuple[str, int], list[np.ndarray]] = {}
         for seed in range(seeds):
             if seed:
@@ -274,7 +274,7 @@ def curves(
     return Curves(jax.tree.map(lambda *x: jnp.stack(x), *rows), (*policies, *names), tuple(budgets))
 
 
-def _mean(each: list[Any]) -> Any:
+def _mean(each: list[Losses]) -> Losses:
     return jax.tree.map(lambda *x: np.mean(x, axis=0), *each)
 
 

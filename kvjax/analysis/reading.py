@@ -195,8 +195,7 @@ class Reading:
         length = self.lengths + self.continuation.shape[1]
         state = dataclasses.replace(self.state, length=length, hparams=((),) * len(self.state.layers), params=())
         ctx = state.context(layer, "prefill", self.continuation)
-        how: dict[str, Any] = {"num_kv_heads": kv.pos.shape[1], "evict": False, "gives": True}
-        return Attend(ctx, self.rows, observe=observe, **how)
+        return Attend(ctx, self.rows, observe=observe, num_kv_heads=kv.pos.shape[1], evict=False, gives=True)
 
     def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
         """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""

@@ -81,7 +81,7 @@ class Evict(Policy):
     budget: Count = count()
     sinks: Count = count(default=0)
     recent: Count = count(default=0)
-    layers: Callable[[Any, Any, int, Any], Any] = data(default=Even())
+    layers: Callable[[Prompts, Prompts, int, Prompts], Int[np.ndarray, "M L"]] = data(default=Even())
     heads: Heads | None = None
     when: Schedule = Schedule()
     select: Select = TopK()
@@ -459,7 +459,7 @@ def _of_prompts(part: Part) -> Part | None:
     return next((found for x in children(part) if (found := _of_prompts(x))), None)
 
 
-def _inside(x: Any) -> list[Policy]:
+def _inside(x: object) -> list[Policy]:
     """A policy, or a tuple of policies, and those that they are made of."""
     if isinstance(x, tuple):
         return [p for y in x for p in _inside(y)]
@@ -468,7 +468,7 @@ def _inside(x: Any) -> list[Policy]:
     return [x, *_inside(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))]
 
 
-def evicts(x: Any) -> list[Evict]:
+def evicts(x: object) -> list[Evict]:
     """The `Evict` policies inside of a policy, or of a tuple of policies."""
     return [p for p in _inside(x) if isinstance(p, Evict)]
 

@@ -30,6 +30,8 @@ from kvjax.contract import (
 )
 from kvjax.scores.attention import Function
 
+Change = Callable[[Policy, LayerView, Context], LayerView]  # what becomes of a member's layer
+
 
 def refuse_joint(policies: Sequence[Policy], where: str) -> None:
     """Refuses policies that decide for all layers at once, as members of another one."""
@@ -71,7 +73,7 @@ class _Members(Policy):
         """Fields of a slot that any member may change."""
         return unique(n for p in self.members for n in p.writes)
 
-    def observe(self, phase: Phase) -> tuple[Any, ...]:
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
         """Observations of all members."""
         return unique(o for p in self.members for o in p.observe(phase))
 
@@ -86,7 +88,7 @@ class _Members(Policy):
         )
         return found if jax.tree.leaves(found) else ()
 
-    def own(self, i: int, kv: LayerView, ctx: Context) -> tuple[Any, Context]:
+    def own(self, i: int, kv: LayerView, ctx: Context) -> tuple[LayerView, Context]:
         """The layer and the moment as member `i` sees them."""
         params = ctx.params[i] if ctx.params else ()
         return kv.replace(memory=kv.memory[i]), dataclasses.replace(ctx, hparams=ctx.hparams[i], params=params)
@@ -129,7 +131,7 @@ class Chain(_Members):
             tuple(x.hparams for x in each),
         )
 
-    def _in_turn(self, kv: LayerView, ctx: Context, change: Callable[[Policy, LayerView, Context], Any]) -> Any:
+    def _in_turn(self, kv: LayerView, ctx: Context, change: Change) -> LayerView:
         for i, p in enumerate(self.members):
             own, mine = self.own(i, kv, ctx)
             found = change(p, own, mine)
@@ -221,7 +223,7 @@ class ByHead(_Members):
         mine = lambda i, x: (jnp.asarray(self.heads) == i).reshape(1, -1, *(1,) * (x.ndim - 2))
         return functools.reduce(lambda x, i: jnp.where(mine(i, x), each[i], x), range(1, len(each)), each[0])
 
-    def _each(self, kv: LayerView, ctx: Context, change: Callable[[Policy, LayerView, Context], Any]) -> Any:
+    def _each(self, kv: LayerView, ctx: Context, change: Change) -> LayerView:
         own = [self.own(i, kv, ctx) for i in range(len(self.members))]
         found = [change(p, *x) for p, x in zip(self.members, own, strict=True)]
         if all(x is y for x, (y, _) in zip(found, own, strict=True)):
@@ -253,7 +255,7 @@ class ByHead(_Members):
         if any(x.visible is not None and x.visible.dtype != bool for x in each):
             raise ValueError("a member for some heads names slots to read; let it give a mask")
 
-        def pick(name: str, fill: Any) -> Array | None:
+        def pick(name: str, fill: float) -> Array | None:
             given = [getattr(x, name) for x in each]
             return None if all(x is None for x in given) else self.pick([wide(x, fill) for x in given])
 

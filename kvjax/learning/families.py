@@ -205,7 +205,7 @@ class PyramidBeta(Family):
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         return dataclasses.replace(policy, layers=Pyramid(float(self.beta(params))))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"beta": float(self.beta(params))}
 
 
@@ -250,7 +250,7 @@ class Safeguard(Fraction):
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         return dataclasses.replace(policy, heads=Adaptive(float(self.fraction(params))))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"alpha": float(self.fraction(params))}
 
 
@@ -269,7 +269,7 @@ class WindowShare(Fraction):
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         return dataclasses.replace(policy, recent=Share(float(self.fraction(params))))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"window_share": float(self.fraction(params))}
 
 
@@ -303,7 +303,7 @@ class NaclShares(Family):
         select = dataclasses.replace(policy.select, random=Share(drawn))
         return dataclasses.replace(policy, select=select, recent=Share(protect))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return dict(zip(("protect", "best", "random"), self._shares(params), strict=True))
 
     @staticmethod
@@ -359,7 +359,7 @@ class EntropyK(Family):
         score = dataclasses.replace(score, of=dataclasses.replace(score.of, softmax=softmax))
         return dataclasses.replace(policy, score=score)
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"k": float(jnp.exp(params))}
 
 

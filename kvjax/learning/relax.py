@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.budgets import HeadShares, LayerShares
 from kvjax.compose.evict import Evict
@@ -48,7 +48,7 @@ class Softness:
 
     temperature: Float[Array, "B"]
     budgets: Float[Array, "B K"] | None = None
-    select: Any = ()
+    select: PyTree = ()
 
 
 class Soft(Select):
@@ -141,7 +141,7 @@ def soften(policy: Policy, temperature: float) -> Policy:
     return dataclasses.replace(policy, **found, **({"pool": False} if "pool" in members else {}))
 
 
-def _is_made_of_policies(x: Any) -> bool:
+def _is_made_of_policies(x: object) -> bool:
     return isinstance(x, Policy) or (isinstance(x, tuple) and bool(x) and all(isinstance(y, Policy) for y in x))
 
 
@@ -230,7 +230,7 @@ def with_table(policy: Evict, shares: kinds.HeadTable) -> Evict:
     return dataclasses.replace(policy, layers=LayerShares(layers), heads=HeadShares(heads))
 
 
-def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> Any:
+def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> float | Float[Array, ""]:
     """A temperature that falls geometrically from `start` to `end` as `fraction` goes from 0 to 1.
 
     Raises:

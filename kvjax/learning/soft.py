@@ -1,6 +1,6 @@
 """A top-k with a temperature: gates in [0, 1] whose sum is the budget exactly, with exact gradients."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def soft_top_k(
     return _compiled(score, whole(budget), whole(temperature), weight)
 
 
-def check_temperature(temperature: Any) -> None:
+def check_temperature(temperature: object) -> None:
     """Refuses known temperatures that are not positive and finite."""
     if isinstance(temperature, jax.core.Tracer):
         return
@@ -75,7 +75,7 @@ def _solve(score: Array, budget: Array, temperature: Array, weight: Array) -> tu
     some = jnp.isfinite(low)
     low, high = jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
 
-    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: object, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low) / 2
         above = (weight * jax.nn.sigmoid(x - middle[..., None])).sum(-1) > b
@@ -111,12 +111,12 @@ def _at_threshold(z: Array, weight: Array) -> Array:
     return d / jnp.where(mass > 0, mass, 1.0)
 
 
-def _forward(score: Array, budget: Array, temperature: Array, weight: Array) -> Any:
+def _forward(score: Array, budget: Array, temperature: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
     gate, z = _solve(score, budget, temperature, weight)
     return gate, (gate, z, budget, temperature, weight)
 
 
-def _backward(residuals: Any, cotangent: Array) -> Any:
+def _backward(residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
     gate, z, budget, temperature, weight = residuals
     inside = ((budget > 0) & (budget < weight.sum(-1)))[..., None]
     share = jnp.where(inside, _at_threshold(z, weight), 0.0)

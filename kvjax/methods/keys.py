@@ -1,13 +1,12 @@
 """Methods that look at keys, values, hidden states, or a model of the queries to come."""
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from kvjax.budgets import STEP
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
-from kvjax.observe import ChunkAttention, FutureQueries
+from kvjax.observe import ChunkAttention, FutureQueries, OfLayer
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import (
@@ -155,9 +154,7 @@ def q_filters(budget: Count, filters: Annotated[Any, numbers("L", "K", "H")]) ->
     return Evict(KeyDirections(FrozenArrays({"filters": filters})), budget)
 
 
-def kvzap(
-    budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: Amount = 128
-) -> Evict:
+def kvzap(budget: Count, function: OfLayer, *, threshold: float | None = None, recent: Amount = 128) -> Evict:
     r"""Keeps what KVzip would keep, as predicted from hidden states by a small function (KVzap, arXiv 2601.07891).
 
     $S_j = f(h_j)$, the logarithm of a score of KVzip+, at every step (Jegou and Jeblick).

@@ -177,7 +177,7 @@ def _masks(name: str, kept: Any, row: int) -> tuple[list[Bool[np.ndarray, "K T"]
     return masks, end
 
 
-def _known(row: int, batch: Any) -> int:
+def _known(row: int, batch: Array) -> int:
     return whole("row", row, 0, len(batch) - 1, f"there are {len(batch)} sequences")
 
 
@@ -257,7 +257,7 @@ def _point(panel: Axes, spans: Mapping[str, list[tuple[int, int]]]) -> None:
             panel.plot([(first + last) / 2], [1.0], "v", color=colour, markersize=5, transform=above, clip_on=False)
 
 
-def _legend(panel: Axes, handles: list[Any], spans: Mapping[str, Any]) -> None:
+def _legend(panel: Axes, handles: list[Any], spans: Mapping[str, object]) -> None:
     """Draws the legend above the panel."""
     handles = [
         *handles,

@@ -67,7 +67,7 @@ class Function(Score):
       observed: what it reads of `stats`.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., Array]
     observed: tuple[Observation, ...] = ()
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:

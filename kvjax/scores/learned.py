@@ -1,7 +1,6 @@
 """Learned scores: functions of a token's key, value and statistics, or of its hidden state."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract import FrozenArrays, LayerInfo, Observation, Odd, Phase, Prompts, Score, Size, Slots, Value, place
-from kvjax.observe import Hidden, Rows
+from kvjax.observe import Hidden, OfLayer, Rows
 from kvjax.scores.blends import pool_in_order
 from kvjax.scores.keys import Given
 
@@ -29,7 +28,7 @@ class Learned(Score):
       kernel: width of the max-pooled votes, another feature; odd.
     """
 
-    function: Callable[[Any, Any], Any]
+    function: OfLayer
     rows: Size = 16
     kernel: Odd = 7
 
@@ -64,7 +63,7 @@ class Learned(Score):
         return self.function(self.features(slots), slots.ctx.layer)
 
 
-def check_function(function: Callable[[Any, Any], Any], shape: Any, info: LayerInfo, wanted: Any) -> None:
+def check_function(function: OfLayer, shape: tuple[int, ...], info: LayerInfo, wanted: tuple[int, ...]) -> None:
     """Refuses a learned function that was made for other layers, heads or widths than a model's (host).
 
     Args:
@@ -77,10 +76,10 @@ def check_function(function: Callable[[Any, Any], Any], shape: Any, info: LayerI
       ValueError: it gives another shape; what the function itself refuses.
     """
     found = jax.eval_shape(lambda x: function(x, info.layer), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
-    if found != tuple(wanted):
+    if found != wanted:
         raise ValueError(
             f"{place(function)} gives numbers of shape {found} for one token of layer {info.layer}, not "
-            f"{tuple(wanted)}; fit a function to this model"
+            f"{wanted}; fit a function to this model"
         )
 
 
@@ -90,7 +89,7 @@ _LINEAR, _NETWORK = ("out", "out_bias"), ("in", "in_bias", "out", "out_bias")
 
 
 def apply_heads(
-    weights: Mapping[str, Any], hidden: Float[Array, "B T D"], layer: int | Int[Array, ""]
+    weights: Mapping[str, Array | np.ndarray], hidden: Float[Array, "B T D"], layer: int | Int[Array, ""]
 ) -> Float[Array, "B T K"]:
     """One number for every kv head of a layer: a linear function of hidden states, or of a hidden layer of GELUs.
 
@@ -169,6 +168,6 @@ class Predicted(Given):
         return ()
 
 
-def predicted(function: Callable[[Any, Any], Any]) -> Predicted:
+def predicted(function: OfLayer) -> Predicted:
     """Scores by `function(hidden "B T D", layer) -> "B T K"`, hashed by its weights."""
     return Predicted(Hidden(function))

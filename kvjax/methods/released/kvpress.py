@@ -6,13 +6,12 @@ StreamingLLMPress `factory.streaming_llm_factory(kept(r))`.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
 from kvjax.compose.evict import Evict
-from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Proportion, Size
+from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Policy, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
 from kvjax.methods.keys import chunk_votes, compactor, expected_attention, kvzap
 from kvjax.methods.position import random
@@ -20,12 +19,12 @@ from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Tru
 from kvjax.methods.released.papers import PROMPT, with_score
 from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast
 from kvjax.methods.votes import finch, simlayerkv, snapkv
-from kvjax.observe import ProjectedValueNorm
+from kvjax.observe import OfLayer, ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import LayerMean
-from kvjax.scores.keys import Expected, Leverage
+from kvjax.scores.keys import Leverage
 
 
 def kept(r: Proportion) -> Truncated:
@@ -103,7 +102,7 @@ def expected_attention_stats(
     """ExpectedAttentionStatsPress by the moments "L N H" and "L N H H" of a model's queries before rotation."""
     queries = KnownQueries(horizon, sinks, moments=FrozenArrays({"mean": mean, "covariance": covariance}))
     policy = expected_attention(budget, horizon=horizon, sinks=sinks)
-    return dataclasses.replace(policy, score=Expected(queries, **options))
+    return with_score(policy, queries=queries, **options)
 
 
 def kvpress_leverage(r: Proportion, *, sketch: Size | None = 48) -> Evict:
@@ -131,7 +130,7 @@ def kvpress_compactor(
     return with_score(policy, scores=(score.scores[0], chunk_votes(PaddedChunkAttention(chunk, sinks, recent))))
 
 
-def kvpress_kvzap(r: Proportion, function: Callable[..., Any]) -> Evict:
+def kvpress_kvzap(r: Proportion, function: OfLayer) -> Evict:
     """KVzapPress: the prompt alone is evicted."""
     return dataclasses.replace(kvzap(kept(r), function, recent=0), when=PROMPT)
 
@@ -177,12 +176,12 @@ def kvpress_key_rerotation(base: Evict) -> Evict:
     return dataclasses.replace(base, layout=dataclasses.replace(base.layout, positions="rank"))
 
 
-def kvpress_decoding(base: Evict, *, interval: Size) -> Any:
+def kvpress_decoding(base: Evict, *, interval: Size) -> Policy:
     """DecodingPress around a press: generated text alone is evicted, at every so many steps."""
     return when(Schedule(prefill=False, every=interval), base)
 
 
-def kvpress_cam(base: Evict, *, interval: Size) -> Any:
+def kvpress_cam(base: Evict, *, interval: Size) -> Policy:
     """CAMPress around a press: heads keep the same tokens by their mean score; values are not merged."""
     return kvpress_decoding(dataclasses.replace(base, score=LayerMean(base.score)), interval=interval)
 

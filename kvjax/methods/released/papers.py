@@ -128,7 +128,7 @@ def nacl_llama3(budget: float = 0.2, *, min_len: Amount = 2048, **options: Any) 
         raise ValueError(
             f"budget={budget} is no share of the prompt, whose shares are given; give a number from 0 to 1"
         )
-    shares: dict[str, Any] = {"proxies": 0.01, "recent": Combined("less", (0.01, 256)), "random": 0.07 * budget / 0.2}
+    shares: dict[str, Count] = {"proxies": 0.01, "recent": Combined("less", (0.01, 256)), "random": 0.07 * budget / 0.2}
     return dataclasses.replace(nacl(budget, **shares | options), budget=Above(budget, min_len), sinks=256)
 
 
