@@ -56,7 +56,7 @@ def examples(
         raise ValueError(
             f"texts of up to {int(np.max(prompts.lengths))} tokens have none behind the first {first}; give longer ones"
         )
-    found = observed(model, params, prompts, HiddenStates(), replay)
+    found = observed(model, params, prompts, HiddenStates(), (replay,))
     each = lambda x: np.stack([np.asarray(y, np.float32)[counts] for y in x])
     scores = each(stats[replay].swapaxes(1, 2) for stats in found)
     return each(stats[HiddenStates()] for stats in found), np.log(np.maximum(scores, _LEAST))

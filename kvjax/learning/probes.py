@@ -39,7 +39,9 @@ class QueryMoments:
         return jnp.einsum("bt,bnth->bnh", counts, q), products, counts.sum(-1)
 
 
-def observed(model: Model, params: PyTree, prompts: Prompts, what: Observation, *again: Reread) -> list[Stats]:
+def observed(
+    model: Model, params: PyTree, prompts: Prompts, what: Observation, again: tuple[Reread, ...] = ()
+) -> list[Stats]:
     """An observation of prompts in every layer, and what their tokens get while the prompts are read again.
 
     Args:
