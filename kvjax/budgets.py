@@ -146,8 +146,10 @@ def apportion(shares: X, limit: X, xp: ModuleType = np, *, least: X | int = 0, f
     """
     limit, least = (xp.broadcast_to(x, shares.shape).astype(shares.dtype) for x in (limit, least))
     total = xp.minimum(xp.round(shares.sum(-1, keepdims=True)), limit.sum(-1, keepdims=True))
-    shares = xp.where((shares < least).any(-1, keepdims=True), _raised(shares, least, total, xp), shares)
-
+    beyond = xp.maximum(shares - least, 0)
+    mass = beyond.sum(-1, keepdims=True)
+    raised = least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
+    shares = xp.where((shares < least).any(-1, keepdims=True), raised, shares)
     if xp is np:
         for _ in range(shares.shape[-1]):
             shares = spread(shares, limit, np)
@@ -161,13 +163,6 @@ def apportion(shares: X, limit: X, xp: ModuleType = np, *, least: X | int = 0, f
     rank = xp.argsort(order, axis=-1, stable=True)
     up = rank.astype(floor.dtype) < total - floor.sum(-1, keepdims=True)
     return floor.astype(np.int32) + up.astype(np.int32)
-
-
-def _raised(shares: X, least: X, total: X, xp: ModuleType) -> X:
-    """Shares of the same total of which none is below the least."""
-    beyond = xp.maximum(shares - least, 0)
-    mass = beyond.sum(-1, keepdims=True)
-    return least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
 
 
 def spread(shares: X, limit: X, xp: ModuleType) -> X:

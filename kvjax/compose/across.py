@@ -266,7 +266,7 @@ class AcrossLayers(_Joint):
     max_ratio: Ratio = 2.0
 
     def __post_init__(self):
-        if not isinstance(self.policy, Evict) or self.policy.when.decodes or not self.policy.when.prefill:
+        if self.policy.when.decodes or not self.policy.when.prefill:
             raise ValueError("layers compete once, after the prompt: give an Evict that does not evict while decoding")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:

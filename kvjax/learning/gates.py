@@ -47,9 +47,8 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
         *,
         layer: int,
         rotate: Callable[..., Array],
-        out_proj: Any = None,
-        hidden: Any = None,
         logits: Logits = Logits(),
+        **_: Any,
     ) -> tuple[Array, Any, tuple[()]]:
         (B, N, T, H), K, dtype = q.shape, k.shape[1], accumulator(q.dtype)
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])

@@ -6,7 +6,7 @@ from kvjax.budgets import STEP
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
-from kvjax.observe import ChunkAttention, FutureQueries, OfLayer
+from kvjax.observe import ChunkAttention, FutureQueries, Hidden, OfLayer
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import (
@@ -20,7 +20,7 @@ from kvjax.scores.keys import (
     Leverage,
     SquaredNorms,
 )
-from kvjax.scores.learned import predicted
+from kvjax.scores.learned import Predicted
 
 
 def _at_most(n: int, budget: Count) -> int:
@@ -166,4 +166,4 @@ def kvzap(budget: Count, function: OfLayer, *, threshold: float | None = None, r
       recent: last tokens that stay.
     """
     select = TopK() if threshold is None else AtLeast(threshold)
-    return Evict(predicted(function), budget, 0, _at_most(recent, budget), when=STEP, select=select)
+    return Evict(Predicted(Hidden(function)), budget, 0, _at_most(recent, budget), when=STEP, select=select)

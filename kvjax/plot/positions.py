@@ -137,7 +137,9 @@ def scores(
             if len(x := np.unique(places[keep & infinite])):
                 to = {"transform": panel.get_xaxis_transform(), "clip_on": False}
                 panel.plot(x, np.full(len(x), edge), marker, color=_BLUE, markersize=3, **to)
-        panel.set_yscale(yscale or ("log" if _far_apart(score[np.isfinite(score)]) else "linear"))
+        x = score[np.isfinite(score)]
+        far_apart = len(x) and x.min() > 0 and x.max() > 20 * np.median(x)
+        panel.set_yscale(yscale or ("log" if far_apart else "linear"))
         panel.set_ylabel(f"layer {i}" if len(drawn) > 1 else "score")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.01)
@@ -209,11 +211,6 @@ def _chosen(found: Sequence[Any], layers: Sequence[int] | None) -> dict[int, Any
     if not wanted:
         raise ValueError(f"there is nothing to draw: {len(wanted)} of {len(found)} layers; give at least one")
     return {i: found[i] for i in wanted}
-
-
-def _far_apart(x: Float[np.ndarray, "X"]) -> bool:
-    """Whether numbers are positive, and the largest is far above most of them."""
-    return bool(len(x) and x.min() > 0 and x.max() > 20 * np.median(x))
 
 
 # ------------------------------------------------------------------------------------------- what is drawn around them

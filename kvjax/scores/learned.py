@@ -122,11 +122,8 @@ class HiddenHeads(Value):
         frozen = self.weights if isinstance(self.weights, FrozenArrays) else FrozenArrays(self.weights)
         object.__setattr__(self, "weights", frozen)
         shapes = {name: x.shape for name, x in frozen.items()}
-        ends = [shapes["in"], shapes["out"]] if "in" in frozen else [shapes["out"]]
-        fits = all(len(s) == 3 for s in ends) and all(
-            shapes[f"{n}_bias"] == (s[0], s[2]) for n, s in zip(("in", "out")[-len(ends) :], ends, strict=True)
-        )
-        if not fits or (len(ends) == 2 and (ends[0][0], ends[0][2]) != ends[1][:2]):
+        fits = all(len(shapes[n]) == 3 and shapes[f"{n}_bias"] == shapes[n][::2] for n in ("in", "out") if n in frozen)
+        if not fits or ("in" in frozen and shapes["in"][::2] != shapes["out"][:2]):
             raise ValueError(f"HiddenHeads has weights of the shapes {shapes}, which do not follow one another")
         for name, x in frozen.items():
             if x.dtype.kind != "f" or not np.isfinite(x).all():
@@ -166,8 +163,3 @@ class Predicted(Given):
         if info.embed_dim:
             check_function(self.what.fn, (1, 1, info.embed_dim), info, (1, 1, info.num_kv_heads))
         return ()
-
-
-def predicted(function: OfLayer) -> Predicted:
-    """Scores by `function(hidden "B T D", layer) -> "B T K"`, hashed by its weights."""
-    return Predicted(Hidden(function))

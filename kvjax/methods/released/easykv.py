@@ -64,9 +64,8 @@ def block_sizes(length: Size, budget: int | float, stride: Size, mode: Literal["
 
 
 def _score(importance: Importance, first: Amount, scope: Count) -> Score:
-    if importance == "roco":
-        return SparedByDeviation(first=first, size=scope)
     scores: dict[str, Score] = {
+        "roco": SparedByDeviation(first=first, size=scope),
         "mas": Mean(first=first),
         "h2o": Accumulated(Rows(first=first)),
         "tova": LayerMean(Votes(1, prompt_only=False)),
