@@ -295,9 +295,8 @@ class ChunkAttention:
         part = lambda x: chunks(x).reshape(B, K, -1, num, size, H)
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
         mass = self.received(x, counts).reshape(B, K, num * size)
-        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
         column = jnp.where(counts.reshape(B, -1), source, T)[:, None]
-        found = jnp.zeros((B, K, T)).at[(*at, column)].set(mass, mode="drop")
+        found = segment_sum(mass, jnp.broadcast_to(column, mass.shape), T)
         return jnp.pad(found, ((0, 0), (0, 0), (inputs.kv.pos.shape[2] - T, 0)))
 
     def received(self, x: Float[Array, "B K G n c c"], counts: Bool[Array, "B n c"]) -> Float[Array, "B K n c"]:

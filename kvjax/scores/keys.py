@@ -28,7 +28,7 @@ from kvjax.contract import (
     value,
 )
 from kvjax.decide.linalg import of_each, unit
-from kvjax.observe import FutureQueries, UnrotatedKeys
+from kvjax.observe import FutureQueries, UnrotatedKeys, segment_sum
 from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.storage import in_order
 
@@ -260,11 +260,9 @@ class Redundancy(Score):
             return newest, jnp.where(alike.any(-1), found, 0.0)
 
         newest, cosine = lax.map(newest_alike, jnp.arange(0, S, size))
-        at = jnp.arange(len(k))[:, None, None], jnp.arange(k.shape[1])[None, :, None]
         newest, cosine = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1) for x in (newest, cosine))
         to_all = jnp.einsum("bksh,bkh->bks", k, k.sum(2)) - jnp.square(k).sum(-1)
-        spared = jnp.zeros_like(to_all).at[(*at, newest)].add(cosine)
-        mean = (to_all - spared) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        mean = (to_all - segment_sum(cosine, newest, S)) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
         return jax.nn.softmax(mean, axis=-1, where=kv.live)
 
 
