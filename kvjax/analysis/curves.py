@@ -249,9 +249,7 @@ def curves(
         for name in members:
             _check_only_evicts(name, grid[name][0], reading)
         largest = _bounds(reading)
-        measure = lambda keep, r=reading, c=largest: jax.tree.map(
-            np.asarray, _losses(model, params, r, keep, largest=c)
-        )
+        measure = lambda keep, r=reading, c=largest: jax.device_get(_losses(model, params, r, keep, largest=c))
         found: dict[str, list[list[Losses]]] = {name: [[] for _ in budgets] for name in members}
         first: dict[tuple[str, int], list[np.ndarray]] = {}
         for seed in range(seeds):
@@ -293,9 +291,8 @@ def _grid(policies: Mapping[str, Method], budgets: Sequence[Count]) -> dict[str,
 def _check_only_evicts(name: str, policy: Policy, reading: Reading) -> None:
     """Refuses a policy that does something to later rows that the layers after the prompt do not say."""
     so = f"so that no eviction after the prompt has the losses of {name!r}"
-    jax.eval_shape(
-        lambda s: check_reads_all(stored_for_policy(s), "decode", so), with_policy(policy, reading.state, reading.stats)
-    )
+    state = with_policy(policy, reading.state, reading.stats)
+    jax.eval_shape(lambda s: check_reads_all(stored_for_policy(s), "decode", so), state)
 
 
 def _oracle(reading: Reading, budget: Count, lengths: np.ndarray, across: Across) -> Bool[Array, "L B K T"]:

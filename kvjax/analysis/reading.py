@@ -349,9 +349,8 @@ def read(
     _, state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
     layers = [*map(_bare, state.layers)]
-    logits, later = _over(
-        model, params, bare, layers, [_Following(bare.attend(i, kv, (_MASS,))) for i, kv in enumerate(layers)]
-    )
+    attends = [_Following(bare.attend(i, kv, (_MASS,))) for i, kv in enumerate(layers)]
+    logits, later = _over(model, params, bare, layers, attends)
     return dataclasses.replace(bare, later=tuple(later), logits=logits)
 
 

@@ -83,9 +83,8 @@ class _Members(Policy):
 
     def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
         """The learned parameters of each member; () if no member has any."""
-        found = tuple(
-            p.init_params(info, k) for p, k in zip(self.members, jax.random.split(key, len(self.members)), strict=True)
-        )
+        keys = jax.random.split(key, len(self.members))
+        found = tuple(p.init_params(info, k) for p, k in zip(self.members, keys, strict=True))
         return found if jax.tree.leaves(found) else ()
 
     def own(self, i: int, kv: LayerView, ctx: Context) -> tuple[LayerView, Context]:

@@ -156,9 +156,7 @@ def _softened(policy: Evict, temperature: float) -> Evict:
         reason = f"{type(policy.rewrite).__name__} rewrites kept slots from those that go, and none goes"
     if reason:
         raise ValueError(f"this policy cannot be relaxed: {reason}; soften one without that")
-    soft = (
-        dataclasses.replace(select, temperature=temperature) if isinstance(select, Soft) else Soft(select, temperature)
-    )
+    soft = Soft(select.select if isinstance(select, Soft) else select, temperature)
     return dataclasses.replace(policy, select=soft, layout=dataclasses.replace(layout, pool=False))
 
 

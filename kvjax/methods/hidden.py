@@ -77,9 +77,8 @@ class DropChannels(Policy):
     def channels(self, kv: LayerView, stats: Stats) -> Array:
         """The channels "B K C" that stay, in order."""
         k, H = jnp.where(kv.live[..., None], jnp.square(kv.k.astype(jnp.float32)), 0.0), kv.k.shape[-1]
-        weight = stats[QuerySquares(self.rows)] * (
-            k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
-        )
+        mean = k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        weight = stats[QuerySquares(self.rows)] * mean
         return jnp.sort(lax.top_k(weight, H - int(H * self.share))[1], axis=-1)
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:

@@ -83,9 +83,8 @@ def kept_positions(
         to = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": "x-small", "color": "0.35"}
         grid[0].annotate(word, (at, 1), xytext=(8 * at - 4, 4), ha=align, va="bottom", **to)
     _legend(grid[0], [Patch(color=_BLUE, label="held")], spans)
-    grid[-1].set_xlabel(
-        f"position in the prompt, tokens (rows are {'head' if rows == 1 else 'kv heads'})", fontsize="small"
-    )
+    shown = "head" if rows == 1 else "kv heads"
+    grid[-1].set_xlabel(f"position in the prompt, tokens (rows are {shown})", fontsize="small")
     return figure_of(grid[0])
 
 
