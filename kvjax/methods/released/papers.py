@@ -10,6 +10,7 @@ from kvjax.compose.across import AcrossLayers
 from kvjax.compose.evict import Evict
 from kvjax.compose.policies import everywhere
 from kvjax.contract import Amount, Count, Layout, Odd, Policy, Proportion, Ratio, Score, Size
+from kvjax.decide.select import ThenRandom
 from kvjax.methods.attention import r_kv, tova
 from kvjax.methods.hidden import FirstLayers
 from kvjax.methods.nacl import nacl
@@ -54,6 +55,8 @@ def with_softmax(policy: Evict, **fields: Any) -> Evict:
     AhaKV's is an `EntropyScaled`, Keyformer's a `Noisy`.
     """
     softmax: Any = _rows(policy).softmax
+    if softmax is None:
+        raise ValueError("the policy ranks by the model's softmax; give methods.ahakv(64) or methods.keyformer(64)")
     return with_rows(policy, softmax=dataclasses.replace(softmax, **fields))
 
 
@@ -64,8 +67,9 @@ def summed_by(policy: Evict, score: Callable[..., Score], **fields: Any) -> Evic
 
 def _rows(policy: Evict) -> Rows:
     """The rows that the score of a policy sums."""
-    score: Any = policy.score
-    return score.of
+    if not isinstance(rows := getattr(policy.score, "of", None), Rows):
+        raise ValueError(f"{type(policy.score).__name__} sums no rows; give a policy such as methods.keyformer(64)")
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------ H2O to Keyformer
@@ -104,8 +108,8 @@ def tova_by_head(budget: Count) -> Evict:
 
 def nacl_drawn(policy: Evict, **fields: Any) -> Evict:
     """NaCl with other fields of `Drawn`: `among="all"` draws from what proxies chose, too (D-15), `by="uniform"`."""
-    select: Any = policy.select
-    return dataclasses.replace(policy, select=Drawn(select.random, select.shared, **fields))
+    draw = _draw(policy)
+    return dataclasses.replace(policy, select=Drawn(draw.random, draw.shared, **fields))
 
 
 def nacl_both_ends(policy: Evict, begin: Count) -> Evict:
@@ -115,8 +119,15 @@ def nacl_both_ends(policy: Evict, begin: Count) -> Evict:
 
 def nacl_by_layer(policy: Evict) -> Evict:
     """NaCl without head-wise eviction (an ablation): heads have one score and one draw."""
-    select: Any = policy.select
-    return dataclasses.replace(policy, score=LayerMean(policy.score), select=dataclasses.replace(select, shared=True))
+    select = dataclasses.replace(_draw(policy), shared=True)
+    return dataclasses.replace(policy, score=LayerMean(policy.score), select=select)
+
+
+def _draw(policy: Evict) -> ThenRandom:
+    """The selection of a policy that draws some tokens."""
+    if not isinstance(policy.select, ThenRandom):
+        raise ValueError(f"{type(policy.select).__name__} draws nothing; give a policy such as methods.nacl(64)")
+    return policy.select
 
 
 def nacl_llama3(budget: float = 0.2, *, min_len: Amount = 2048, **options: Any) -> Evict:
