@@ -108,9 +108,7 @@ def test_what_changes_rows_softmax_or_draw_says_which_policies_have_them():
         lambda: papers.with_rows(methods.snapkv(8), last=3): "Pooled sums no rows; give a policy such as",
         lambda: papers.summed_by(methods.knorm(8), Faded): "KeyNorm sums no rows",
         lambda: papers.with_softmax(methods.h2o(8), k=3): "ranks by the model's softmax; give methods.ahakv",
-        lambda: papers.nacl_drawn(
-            methods.h2o(8), among="all"
-        ): "TopK draws nothing; give a policy such as",
+        lambda: papers.nacl_drawn(methods.h2o(8), among="all"): "TopK draws nothing; give a policy such as",
         lambda: papers.nacl_by_layer(methods.h2o(8)): "TopK draws nothing",
     }
     for call, words in refused.items():
