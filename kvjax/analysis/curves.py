@@ -244,8 +244,7 @@ def curves(
     results: dict[str, list[Losses]] = {}
     for stored, members in kinds.items():
         every = [p for name in members for p in grid[name]]
-        how = {"policies": every, "lengths": lengths, "key": key}
-        reading = read(model, params, tokens, continuation, **how)
+        reading = read(model, params, tokens, continuation, policies=every, lengths=lengths, key=key)
         for name in members:
             _check_only_evicts(name, grid[name][0], reading)
         largest = _bounds(reading)
