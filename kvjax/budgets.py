@@ -3,7 +3,8 @@
 Counts and layers are resolved on the host; heads are divided in traced code, by their scores.
 """
 
-from typing import Any, Literal
+from types import ModuleType
+from typing import Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,7 @@ from kvjax.contract import (
     value,
 )
 
+X = TypeVar("X", Array, np.ndarray)
 LONGEST = 2**24  # tokens; a prompt of this length stands for prompts of any length
 
 # ------------------------------------------------------------------------------------------------- counts
@@ -126,7 +128,7 @@ def known(n: Count, ctx: Context) -> Int[Array, "B"]:
     return jnp.asarray(table)[ctx.prompt_length]
 
 
-def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: Any = 0) -> Any:
+def apportion(shares: X, limit: X, xp: ModuleType = np, *, least: X | int = 0, first: X | int = 0) -> X:
     """Whole numbers near real shares, with the same total.
 
     What lacks to the least is taken from what others have beyond theirs, and what lies beyond a limit is spread over
@@ -144,14 +146,15 @@ def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: A
     """
     limit, least = (xp.broadcast_to(x, shares.shape).astype(shares.dtype) for x in (limit, least))
     total = xp.minimum(xp.round(shares.sum(-1, keepdims=True)), limit.sum(-1, keepdims=True))
-    shares = xp.where((shares < least).any(-1, keepdims=True), _raised(shares, least, total, xp), shares)
-
-    spread = lambda _, x: _spread(x, limit, xp)
+    beyond = xp.maximum(shares - least, 0)
+    mass = beyond.sum(-1, keepdims=True)
+    raised = least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
+    shares = xp.where((shares < least).any(-1, keepdims=True), raised, shares)
     if xp is np:
         for _ in range(shares.shape[-1]):
-            shares = spread(0, shares)
+            shares = spread(shares, limit, np)
     else:
-        shares = lax.fori_loop(0, shares.shape[-1], spread, shares)
+        shares = lax.fori_loop(0, shares.shape[-1], lambda _, x: spread(x, limit, jnp), shares)
     shares = xp.minimum(shares, limit)
     floor = xp.floor(shares)
     left = xp.where(floor < limit, shares - floor, -1)
@@ -162,14 +165,7 @@ def apportion(shares: Any, limit: Any, xp: Any = np, *, least: Any = 0, first: A
     return floor.astype(np.int32) + up.astype(np.int32)
 
 
-def _raised(shares: Any, least: Any, total: Any, xp: Any) -> Any:
-    """Shares of the same total of which none is below the least."""
-    beyond = xp.maximum(shares - least, 0)
-    mass = beyond.sum(-1, keepdims=True)
-    return least + beyond * ((total - least.sum(-1, keepdims=True)) / xp.where(mass > 0, mass, 1))
-
-
-def _spread(shares: Any, limit: Any, xp: Any) -> Any:
+def spread(shares: X, limit: X, xp: ModuleType) -> X:
     """Shares of which what lies beyond the limit was given to the others."""
     over, shares = xp.maximum(shares - limit, 0).sum(-1, keepdims=True), xp.minimum(shares, limit)
     weight = xp.where(shares < limit, shares, 0)

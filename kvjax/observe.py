@@ -6,7 +6,7 @@ They return arrays, or `Columns`: a statistic of the attention matrix that the k
 import functools
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from kvjax.pallas_kernels.kinds import Kind
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.storage.mesh import attention_on
 
+OfLayer = Callable[[Array, int | Array], Array]  # a function of what tokens have, and of the layer's index
 A_ROW = Kind(f"{A_COUNT.words}, but not 0; or None", lambda n: n is None or (A_COUNT.holds(n) and n != 0))
 
 
@@ -119,7 +120,7 @@ class Unmasked:
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B _ S"]:
         kv = inputs.kv
-        attend: Any = attention if kv.how.mesh is None else functools.partial(attention_on, kv.how.mesh)
+        attend = attention if kv.how.mesh is None else functools.partial(attention_on, kv.how.mesh)
         rows = inputs.q, kv.k, kv.v, inputs.pos, kv.pos
         return attend(*rows, columns=(self.of(inputs),), bias=inputs.bias, logits=inputs.logits).columns[0]
 
@@ -234,7 +235,7 @@ class Hidden:
       fn: (hidden states "B T D", index of the layer) -> "B T K".
     """
 
-    fn: Callable[[Array, Array], Array]
+    fn: OfLayer
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
         return on_new_slots(self.fn(_hidden(inputs), inputs.ctx.layer).swapaxes(1, 2), inputs)
@@ -294,9 +295,8 @@ class ChunkAttention:
         part = lambda x: chunks(x).reshape(B, K, -1, num, size, H)
         x = jnp.einsum("bkgnch,bkundh->bkgncd", part(inputs.q), part(keys))
         mass = self.received(x, counts).reshape(B, K, num * size)
-        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
         column = jnp.where(counts.reshape(B, -1), source, T)[:, None]
-        found = jnp.zeros((B, K, T)).at[(*at, column)].set(mass, mode="drop")
+        found = segment_sum(mass, jnp.broadcast_to(column, mass.shape), T)
         return jnp.pad(found, ((0, 0), (0, 0), (inputs.kv.pos.shape[2] - T, 0)))
 
     def received(self, x: Float[Array, "B K G n c c"], counts: Bool[Array, "B n c"]) -> Float[Array, "B K n c"]:

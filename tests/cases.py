@@ -17,8 +17,9 @@ from kvjax import budgets, methods, observe
 from kvjax.budgets import STEP, Schedule
 from kvjax.compose import across
 from kvjax.contract import Layout
-from kvjax.methods.released import easykv, factory, kvpress, papers
-from kvjax.scores.attention import Accumulated
+from kvjax.methods.released import counts, easykv, factory, kvpress, papers, parts
+from kvjax.scores.attention import Accumulated, Faded
+from kvjax.scores.softmax import SeesAll
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +81,20 @@ METHODS = {
     "h2o": _plain(methods.h2o),
     "h2o_max": lambda b, s: papers.grouped(methods.h2o(b), "max"),
     "mas": lambda b, s: replace(methods.mas(b), recent=2),
-    "mas_sinks": lambda b, s: replace(papers.since(papers.of_later_rows(methods.mas(b)), 3), sinks=1),
+    "mas_sinks": lambda b, s: replace(papers.with_score(methods.mas(b), count_self=False, first=3), sinks=1),
     "aqas": _plain(methods.aqas),
     "roco": _plain(methods.roco),
-    "roco_scope": lambda b, s: replace(papers.of_later_rows(methods.roco(b, scope=5)), sinks=2, recent=1),
+    "roco_scope": lambda b, s: replace(
+        papers.with_score(methods.roco(b, scope=5), count_self=False), sinks=2, recent=1
+    ),
     "tova": _plain(methods.tova),
     "tova_by_head": _plain(papers.tova_by_head),
     "keyformer": _plain(methods.keyformer),
-    "keyformer_per_key": _plain(papers.keyformer_drawn, per="key", noise="gaussian", tau=(1.5, 2.0)),
-    "keyformer_no_noise": _plain(papers.keyformer_drawn, noise="none"),
-    "keyformer_constant": _plain(papers.keyformer_drawn, noise="constant"),
+    "keyformer_per_key": lambda b, s: papers.with_softmax(
+        methods.keyformer(b, tau=(1.5, 2.0)), per="key", noise="gaussian"
+    ),
+    "keyformer_no_noise": lambda b, s: papers.with_softmax(methods.keyformer(b), noise="none"),
+    "keyformer_constant": lambda b, s: papers.with_softmax(methods.keyformer(b), noise="constant"),
     "keyformer_rank": lambda b, s: replace(methods.keyformer(b, recent=3), layout=Layout(positions="rank")),
     "ahakv": _plain(methods.ahakv, recent=3),
     "scissorhands": _plain(methods.scissorhands, history=6, recent=3),
@@ -132,7 +137,7 @@ METHODS = {
     "layer_defensivekv": _plain(methods.layer_defensivekv, window=3, kernel=3, mass=0.8),
     "nacl": _plain(methods.nacl),
     "nacl_given": _plain(methods.nacl, recent=2, proxies=3, random=2),
-    "nacl_begin": _plain(papers.nacl_both_ends, recent=2, proxies=3, random=2, begin=4),
+    "nacl_begin": lambda b, s: papers.nacl_both_ends(methods.nacl(b, recent=2, proxies=3, random=2), 4),
     "finch": _plain(methods.finch, window=4),
     "finch_chunks": _plain(methods.finch, window=4, chunk=6),
     "think": lambda b, s: methods.think(0.5, rows=4),
@@ -147,58 +152,77 @@ METHODS = {
 VARIANTS = {
     "h2o_next_step_mask": _plain(papers.h2o_next_step_mask),
     "h2o_factory": _plain(factory.h2o_factory, window=3),
-    "scissorhands_by_position": _plain(papers.scissorhands_by_position, history=6, recent=3),
+    "scissorhands_by_position": lambda b, s: papers.with_score(
+        methods.scissorhands(b, history=6, recent=3), threshold="1/position"
+    ),
     "scissorhands_factory": _plain(factory.scissorhands_factory, sinks=2, recent=3),
-    "random_run": lambda b, s: replace(easykv.random_run(b), sinks=2),
-    "random_shared": lambda b, s: replace(papers.random_shared(b), sinks=1, recent=2),
-    "window_of_generated": _plain(easykv.window_of_generated),
+    "random_run": lambda b, s: replace(methods.random(b), select=parts.RandomRun(), sinks=2),
+    "random_shared": lambda b, s: replace(papers.with_score(methods.random(b), shared=True), sinks=1, recent=2),
+    "window_of_generated": lambda b, s: easykv.easykv_decoding("recency", b),
     "streaming_llm_factory": _plain(factory.streaming_llm_factory),
     "knorm_factory": _plain(factory.knorm_factory),
-    "tova_easykv": _plain(easykv.tova_easykv, recent=3),
-    "roco_easykv": _plain(easykv.roco_easykv, recent=2, sinks=2, prefix=5),
-    "mas_of_later_rows": lambda b, s: papers.of_later_rows(methods.mas(b)),
-    "nacl_from_all": _plain(papers.nacl_drawn, among="all", recent=2, proxies=3, random=3),
-    "nacl_uniform": _plain(papers.nacl_drawn, by="uniform", recent=2, proxies=3, random=3),
-    "nacl_normalised": _plain(papers.nacl_drawn, by="normalised", temperature=0.5, recent=2, proxies=3, random=3),
-    "nacl_interval": _plain(papers.nacl_decoding, every=3, proxies_are="all", recent=2, proxies=3, random=0),
-    "nacl_non_causal": _plain(papers.nacl_non_causal, recent=1, proxies=5, random=0),
-    "nacl_headbug": _plain(papers.nacl_headbug, recent=1, proxies=5, random=0),
+    "tova_easykv": lambda b, s: replace(papers.tova_by_head(b), sinks=4, recent=3),
+    "roco_easykv": lambda b, s: replace(papers.with_score(methods.roco(b), first=5), sinks=2, recent=2),
+    "mas_of_later_rows": lambda b, s: papers.with_score(methods.mas(b), count_self=False),
+    "nacl_from_all": lambda b, s: papers.nacl_drawn(methods.nacl(b, recent=2, proxies=3, random=3), among="all"),
+    "nacl_uniform": lambda b, s: papers.nacl_drawn(methods.nacl(b, recent=2, proxies=3, random=3), by="uniform"),
+    "nacl_normalised": lambda b, s: papers.nacl_drawn(
+        methods.nacl(b, recent=2, proxies=3, random=3), by="normalised", temperature=0.5
+    ),
+    "nacl_interval": lambda b, s: replace(
+        papers.summed_by(methods.nacl(b, recent=2, proxies=3, random=0), parts.Proxies, interval=3),
+        when=Schedule(every=3),
+    ),
+    "nacl_non_causal": lambda b, s: papers.with_rows(methods.nacl(b, recent=1, proxies=5, random=0), softmax=SeesAll()),
+    "nacl_headbug": lambda b, s: papers.summed_by(
+        papers.with_rows(methods.nacl(b, recent=1, proxies=5, random=0), group=None), parts.ByIndex
+    ),
     "nacl_grouped": lambda b, s: papers.grouped(methods.nacl(b, recent=1, proxies=5, random=2), "max"),
-    "nacl_by_layer": _plain(papers.nacl_by_layer, recent=1, proxies=5, random=2),
-    "nacl_global": _plain(papers.nacl_global, recent=1, proxies=5, random=2),
+    "nacl_by_layer": lambda b, s: papers.nacl_by_layer(methods.nacl(b, recent=1, proxies=5, random=2)),
+    "nacl_global": lambda b, s: kvjax.shared_layers(
+        papers.nacl_by_layer(methods.nacl(b, recent=1, proxies=5, random=2))
+    ),
     "nacl_llama3": lambda b, s: replace(papers.nacl_llama3(b, recent=2, proxies=5, min_len=30), sinks=2),
     "snapkv_text": _plain(papers.snapkv_text, window=3, kernel=3),
     "snapkv_rows_pooled": _plain(papers.snapkv_text, window=3, kernel=3, outside=False),
     "snapkv_outside_window": _plain(papers.snapkv_outside_window, window=3, kernel=3),
     "snapkv_grouped": lambda b, s: papers.grouped(methods.snapkv(b, window=3, kernel=3), "max"),
-    "snapkv_valid_average": _plain(papers.snapkv_valid_average, window=3, kernel=5),
+    "snapkv_valid_average": lambda b, s: papers.with_score(
+        methods.snapkv(b, window=3, kernel=5, pooling="avg"), pad="valid"
+    ),
     "snapkv_factory": _plain(factory.snapkv_factory, window=3),
     "pyramidkv_factory": _plain(factory.pyramidkv_factory, beta=4, window=2, kernel=3),
-    "pyramidkv_adakv": _plain(papers.pyramidkv_adakv, beta=4, window=2, kernel=3),
+    "pyramidkv_adakv": lambda b, s: replace(
+        methods.pyramidkv(b, window=2, kernel=3), layers=counts.FloorPyramid(4, uniform=False)
+    ),
     "pyramidkv_kvpress": lambda b, s: kvpress.pyramidkv_kvpress(b, beta=3, window=2, kernel=3),
     "ada_text": _plain(papers.ada_text, window=3, kernel=3),
     "ada_released": _plain(papers.ada_released, window=3, kernel=3),
     "ada_released_normalized": _plain(papers.ada_released, floor=0.5, normalize=True, window=3, kernel=3),
     "ada_factory": _plain(factory.ada_factory, window=3, kernel=3),
-    "ada_normalized": _plain(papers.ada_normalized, alpha=1.0, window=3, kernel=3),
+    "ada_normalized": lambda b, s: replace(
+        methods.ada_snapkv(b, window=3, kernel=3), heads=counts.Normalized(kvjax.Adaptive(1.0))
+    ),
     "ada_floor_then_global": lambda b, s: kvpress.kvpress_adakv(methods.snapkv(b, window=3, kernel=3), alpha=0.7),
     "ada_global": lambda b, s: kvpress.kvpress_adakv(methods.snapkv(b, window=3, kernel=3), alpha=0.0),
     "ada_skip": lambda b, s: papers.skipping(methods.ada_snapkv(b, window=3, kernel=3), 1),
-    "ada_pyramid_adakv": _plain(papers.ada_pyramid_adakv, window=2, kernel=3),
-    "ahakv_equation_5": _plain(papers.ahakv_equation_5, recent=3),
-    "ahakv_scaled": _plain(papers.ahakv_gain, recent=3, apply="scaled"),
-    "ahakv_floor": _plain(papers.ahakv_gain, recent=3, floor=1.0),
-    "ahakv_selected": lambda b, s: papers.ahakv_gain(b, recent=3, k=budgets.Combined("less", (b, 3))),
-    "ahakv_cache": _plain(papers.ahakv_gain, recent=3, seen="cache"),
-    "ahakv_without_gain": lambda b, s: papers.ahakv_without("gain", b, recent=3),
-    "ahakv_all_rows": lambda b, s: papers.ahakv_without("recent", b, recent=3),
-    "ahakv_pooled_score": _plain(papers.ahakv_prior, target="score", recent=3, kernel=5),
-    "ahakv_pooled_both": _plain(papers.ahakv_prior, target="both", recent=3),
-    "ahakv_prior_each_step": _plain(papers.ahakv_prior, each_step=True, recent=3),
-    "ahakv_without_prior": lambda b, s: papers.ahakv_without("prior", b, recent=3),
-    "keyformer_released": _plain(papers.keyformer_released),
-    "keyformer_share_batch": _plain(papers.keyformer_share_batch),
-    "keyformer_damped": _plain(papers.keyformer_damped, damping=0.5),
+    "ada_pyramid_adakv": lambda b, s: replace(
+        papers.ada_released(b, window=2, kernel=3), layers=counts.FloorPyramid(uniform=False)
+    ),
+    "ahakv_equation_5": lambda b, s: papers.with_rows(methods.ahakv(b, recent=3), last=4),
+    "ahakv_scaled": lambda b, s: papers.with_softmax(methods.ahakv(b, recent=3), apply="scaled"),
+    "ahakv_floor": lambda b, s: papers.with_softmax(methods.ahakv(b, recent=3), floor=1.0),
+    "ahakv_selected": lambda b, s: papers.with_softmax(methods.ahakv(b, recent=3), k=budgets.Combined("less", (b, 3))),
+    "ahakv_cache": lambda b, s: papers.with_softmax(methods.ahakv(b, recent=3), seen="cache"),
+    "ahakv_without_gain": lambda b, s: papers.with_rows(methods.ahakv(b, recent=3), softmax=None),
+    "ahakv_all_rows": lambda b, s: papers.with_rows(methods.ahakv(b, recent=3), last=None),
+    "ahakv_pooled_score": lambda b, s: papers.with_score(methods.ahakv(b, recent=3, kernel=5), target="score"),
+    "ahakv_pooled_both": lambda b, s: papers.with_score(methods.ahakv(b, recent=3), target="both"),
+    "ahakv_prior_each_step": lambda b, s: papers.with_score(methods.ahakv(b, recent=3), each_step=True),
+    "ahakv_without_prior": lambda b, s: papers.summed_by(methods.ahakv(b, recent=3), Faded),
+    "keyformer_released": lambda b, s: papers.with_softmax(methods.keyformer(b), tau_delta=0.01),
+    "keyformer_share_batch": lambda b, s: papers.summed_by(methods.keyformer(b), parts.OverBatch),
+    "keyformer_damped": lambda b, s: papers.summed_by(methods.keyformer(b), Faded, damping=0.5),
     "keyformer_mask": _plain(papers.keyformer_mask),
     "r_kv_released": _plain(papers.r_kv_released, window=3, kernel=3),
     "lava_released": _plain(papers.lava_released, floor=0.6, max_ratio=3.0, window=3, kernel=3),
@@ -208,7 +232,9 @@ VARIANTS = {
     "expected_attention_stats": lambda b, s: kvpress.expected_attention_stats(
         b, s.normal(2, s.L, s.N, s.H), s.covariance, horizon=8, sinks=2
     ),
-    "fastgen_port": lambda b, s: papers.fastgen_port(tuple(range(3)), tuple(range(3, 90)), recovery=0.62),
+    "fastgen_port": lambda b, s: replace(
+        methods.fastgen(tuple(range(3)), tuple(range(3, 90)), recovery=0.62), by="entries", rounding="ceil"
+    ),
     "quest_by_query_head": _plain(papers.quest_by_query_head, size=4, dense=1),
 }
 
@@ -220,9 +246,9 @@ KVPRESS = {
     "kvpress_pyramidkv": lambda b, s: kvpress.pyramidkv_kvpress(b, window=12),
     "kvpress_adakv": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_snapkv(1 - b, window=4)),
     "kvpress_adakv_keydiff": lambda b, s: kvpress.kvpress_adakv(methods.keydiff(kvpress.kept(1 - b))),
-    "kvpress_adakv_curdkv": lambda b, s: kvpress.kvpress_adakv(kvpress.kvpress_curdkv(1 - b)),
+    "kvpress_adakv_curdkv": lambda b, s: kvpress.kvpress_adakv(methods.curdkv(kvpress.kept(1 - b))),
     "kvpress_adakv_expected_attention": lambda b, s: kvpress.kvpress_adakv(
-        kvpress.kvpress_expected_attention(1 - b, eps=0.01, horizon=9)
+        methods.expected_attention(kvpress.kept(1 - b), eps=0.01, horizon=9)
     ),
     "kvpress_criticalkv": lambda b, s: methods.criticalkv(kvpress.kvpress_snapkv(1 - b, window=4)),
     "kvpress_criticalkv_first": lambda b, s: methods.criticalkv(
@@ -235,16 +261,20 @@ KVPRESS = {
     "kvpress_tova": lambda b, s: kvpress.kvpress_tova(1 - b),
     "kvpress_observed_attention": lambda b, s: kvpress.kvpress_observed_attention(1 - b),
     "kvpress_knorm": lambda b, s: methods.knorm(kvpress.kept(1 - b)),
-    "kvpress_lagkv_cross": lambda b, s: kvpress.kvpress_lagkv(1 - b, lag=4, sinks=2, cross=True),
-    "kvpress_streaming_llm": lambda b, s: kvpress.kvpress_streaming_llm(1 - b),
-    "kvpress_expected_attention": lambda b, s: kvpress.kvpress_expected_attention(
-        1 - b, horizon=9, sinks=2, covariance=False, value_norms=False
+    "kvpress_lagkv_cross": lambda b, s: papers.with_score(
+        methods.lagkv(kvpress.kept(1 - b), lag=4, sinks=2), cross=True
+    ),
+    "kvpress_streaming_llm": lambda b, s: factory.streaming_llm_factory(kvpress.kept(1 - b)),
+    "kvpress_expected_attention": lambda b, s: papers.with_score(
+        methods.expected_attention(kvpress.kept(1 - b), horizon=9, sinks=2), covariance=False, value_norms=False
     ),
     "kvpress_capkv": lambda b, s: methods.capkv(kvpress.kept(1 - b), tau=1.0, horizon=9, sinks=1),
     "kvpress_chunkkv": lambda b, s: kvpress.kvpress_chunkkv(kvpress.kvpress_snapkv(1 - b, window=4), size=5),
     "kvpress_random": lambda b, s: kvpress.kvpress_random(1 - b),
-    "kvpress_curdkv_key": lambda b, s: kvpress.kvpress_curdkv(1 - b, of="key"),
-    "kvpress_curdkv_mean": lambda b, s: kvpress.kvpress_curdkv(1 - b, of="mean", partition=None),
+    "kvpress_curdkv_key": lambda b, s: papers.with_score(methods.curdkv(kvpress.kept(1 - b)), of="key"),
+    "kvpress_curdkv_mean": lambda b, s: papers.with_score(
+        methods.curdkv(kvpress.kept(1 - b)), of="mean", partition=None
+    ),
     "kvpress_leverage": lambda b, s: kvpress.kvpress_leverage(1 - b, sketch=None),
     "kvpress_non_causal": lambda b, s: kvpress.kvpress_non_causal(1 - b, chunk=16),
     "kvpress_compactor": lambda b, s: kvpress.kvpress_compactor(1 - b, sinks=2, recent=1, chunk=10),
@@ -258,13 +288,13 @@ KVPRESS = {
     "kvpress_simlayerkv": lambda b, s: kvpress.kvpress_simlayerkv(0.1, sinks=2, recent=9, rows=3),
     "kvpress_simlayerkv_all": lambda b, s: kvpress.kvpress_simlayerkv(0.6, sinks=2, recent=9, rows=3),
     "kvpress_finch": lambda b, s: kvpress.kvpress_finch(1 - b, window=4),
-    "kvpress_finch_chunk": lambda b, s: kvpress.kvpress_finch(
-        1 - b, window=4, chunk=6, normalize=False, rerotate=False
+    "kvpress_finch_chunk": lambda b, s: replace(
+        papers.with_rows(kvpress.kvpress_finch(1 - b, window=4, chunk=6), by_length=False), layout=Layout()
     ),
     "kvpress_key_rerotation": lambda b, s: kvpress.kvpress_key_rerotation(methods.snapkv(b, window=3, kernel=3)),
     "kvpress_decoding": lambda b, s: kvpress.kvpress_decoding(methods.keydiff(b), interval=2),
     "kvpress_cam": lambda b, s: kvpress.kvpress_cam(methods.knorm(b), interval=3),
-    "kvpress_think": lambda b, s: kvpress.kvpress_think(0.5, rows=4),
+    "kvpress_think": lambda b, s: parts.ZeroChannels(0.5, rows=4),
 }
 
 

@@ -15,8 +15,9 @@ import kvjax
 from kvjax import budgets, methods
 from kvjax.compose import across
 from kvjax.contract import Layout
-from kvjax.methods.released import counts, easykv, factory, kvpress, papers
+from kvjax.methods.released import counts, easykv, factory, kvpress, papers, parts
 from kvjax.models.rope import Rope
+from kvjax.scores import attention, softmax
 from kvjax.scores.softmax import Noisy
 from tests import tensors
 from tests.tools.record import peer_tensors
@@ -30,6 +31,9 @@ NAMES = {
     **{"kvjax": kvjax, "methods": methods, "papers": papers, "factory": factory, "kvpress": kvpress, "easykv": easykv},
     **{
         "across": across,
+        "attention": attention,
+        "parts": parts,
+        "softmax": softmax,
         "budgets": budgets,
         "counts": counts,
         "Layout": Layout,

@@ -21,9 +21,8 @@ from kvjax import methods
 from kvjax.budgets import Pyramid, Share
 from kvjax.contract import LayerInfo, resolve
 from kvjax.methods.profile import FastGen
-from kvjax.methods.released import easykv, factory, kvpress, papers
+from kvjax.methods.released import easykv, factory, kvpress, papers, parts
 from kvjax.methods.released.counts import FloorPyramid, InclusivePyramid, Truncated
-from kvjax.methods.released.parts import OverBatch
 from kvjax.observe import Reread
 from kvjax.scores.attention import Faded
 from tests import recorded, tensors
@@ -104,6 +103,19 @@ def test_the_list_of_disagreements_names_what_there_is():
             assert isinstance(eval(call, recorded.NAMES), kvjax.Policy)
 
 
+def test_what_changes_rows_softmax_or_draw_says_which_policies_have_them():
+    refused = {
+        lambda: papers.with_rows(methods.snapkv(8), last=3): "Pooled sums no rows; give a policy such as",
+        lambda: papers.summed_by(methods.knorm(8), Faded): "KeyNorm sums no rows",
+        lambda: papers.with_softmax(methods.h2o(8), k=3): "ranks by the model's softmax; give methods.ahakv",
+        lambda: papers.nacl_drawn(methods.h2o(8), among="all"): "TopK draws nothing; give a policy such as",
+        lambda: papers.nacl_by_layer(methods.h2o(8)): "TopK draws nothing",
+    }
+    for call, words in refused.items():
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
+
+
 # ------------------------------------------------------------------------------------------------ draws and sums
 
 
@@ -115,11 +127,11 @@ def test_d05_one_run_for_all_or_a_draw_for_all():
         kept = tensors.evicted(policy, [IN_PROMPT] * 2)[0]
         return [sorted(set(range(PROMPT)) - set(head)) for kv in kept for head in tensors.live_positions(kv)[0]]
 
-    (first, *others) = gone(dataclasses.replace(easykv.random_run(7), sinks=2))
+    (first, *others) = gone(dataclasses.replace(methods.random(7), select=parts.RandomRun(), sinks=2))
     assert first == list(range(first[0], first[0] + PROMPT - 7))
     assert others == [first] * 3
     assert len({tuple(x) for x in gone(dataclasses.replace(methods.random(7), sinks=2))}) == 4
-    shared = gone(papers.random_shared(7))
+    shared = gone(papers.with_score(methods.random(7), shared=True))
     assert shared[0] == shared[1]
     draw = lambda length, prompt: moment(None, length, prompt=prompt).uniform(jnp.zeros((1, 1, 1), jnp.int32)).item()
     assert draw(8, 8) == draw(16, 16)
@@ -129,8 +141,8 @@ def test_d05_one_run_for_all_or_a_draw_for_all():
 def test_d36_one_score_for_the_batch():
     """Each sequence's own without noise, added up."""
     x = dict(zip("qkv", tensors.qkv(8, B=2, N=4, K=K, T=PROMPT, H=8, sharpness=2.0), strict=True))
-    plain = papers.keyformer_drawn(7, recent=3, noise="none", tau=(1.0, 1.0))
-    both = dataclasses.replace(papers.keyformer_share_batch(7, recent=3), score=OverBatch(plain.score.of))
+    plain = papers.with_softmax(methods.keyformer(7, recent=3, tau=(1.0, 1.0)), noise="none")
+    both = papers.summed_by(plain, parts.OverBatch)
     of = lambda policy: tensors.evicted(policy, [x])[1][0]
     np.testing.assert_allclose(of(both), np.broadcast_to(of(plain).sum(0), (2, K, PROMPT)), rtol=1e-5)
 

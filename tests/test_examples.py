@@ -159,7 +159,7 @@ def test_e09_mean_attention(examples):
     e = examples["E09"]
     score = lambda policy: read(policy, e["inputs"]["P"])[1][0]
     np.testing.assert_allclose(score(methods.mas(6)), e["expected"]["mean_including_self_row"], atol=1e-6)
-    without = score(papers.of_later_rows(methods.mas(6)))
+    without = score(papers.with_score(methods.mas(6), count_self=False))
     np.testing.assert_allclose(without[:-1], e["expected"]["mean_excluding_self_row"][:-1], atol=1e-6)
     assert without[-1] > 1e37, "the newest token has no mean, and stays"
     assert e["expected"]["mean_excluding_self_row"][-1] is None
@@ -287,7 +287,10 @@ def test_e17_snapkv(examples):
     sizes = {"window": window, "kernel": e["params"]["kernel"]}
     q, k, v, scale = tensors.from_probabilities(p)
     average = methods.snapkv(budget, pooling="avg", **sizes)
-    snapkv, valid = methods.snapkv(budget, **sizes), papers.snapkv_valid_average(budget, **sizes)
+    snapkv, valid = (
+        methods.snapkv(budget, **sizes),
+        papers.with_score(methods.snapkv(budget, **sizes, pooling="avg"), pad="valid"),
+    )
 
     def of_head(i, policy):
         (kept,), (score,) = read_tensors(policy, q[:, i : i + 1], k, v, scale=scale)
@@ -373,7 +376,7 @@ def test_layers_that_compete_keep_short_prompts_whole():
 def test_e38_limits_in_which_one_method_is_another(examples):
     """Of a padded batch."""
     sized = {"window": 4, "kernel": 3}
-    ahakv = papers.ahakv_without("gain", 10, recent=4)
+    ahakv = papers.with_rows(methods.ahakv(10, recent=4), softmax=None)
     snapkv = methods.snapkv(10, window=4, kernel=1)
     rows = {"recent": 0, "random": 0}
     pairs = {
@@ -383,7 +386,7 @@ def test_e38_limits_in_which_one_method_is_another(examples):
         "ahakv_reduces_to_snapkv_order": (dataclasses.replace(ahakv, score=Accumulated(ahakv.score.of)), snapkv),
         "pyramid_beta1_is_uniform": (methods.pyramidkv(10, beta=1.0, **sized), methods.snapkv(10, **sized)),
         "keyformer_no_noise_tau1_is_h2o": (
-            papers.keyformer_drawn(10, noise="none", tau=(1.0, 1.0), recent=5),
+            papers.with_softmax(methods.keyformer(10, tau=(1.0, 1.0), recent=5), noise="none"),
             methods.h2o(10),
         ),
     }

@@ -11,14 +11,15 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule, Share
 from kvjax.contract import Layout, Tree, resolve
+from kvjax.decide.linalg import unit
 from kvjax.decide.select import Chunks, TopK, TwoStage, best
 from kvjax.methods.profile import STRATEGIES
-from kvjax.methods.released import kvpress, papers
+from kvjax.methods.released import papers, parts
 from kvjax.methods.released.counts import Truncated
 from kvjax.observe import FutureQueries, ProjectedValueNorm
 from kvjax.pallas_kernels import attention
-from kvjax.scores.attention import Accumulated
-from kvjax.scores.keys import Expected, KeyBias, KeyDifference, KeyNorm, LagRelative, unit
+from kvjax.scores.attention import Accumulated, Faded
+from kvjax.scores.keys import Expected, KeyBias, KeyDifference, KeyNorm, LagRelative
 from kvjax.scores.softmax import EntropyScaled, Noisy
 from tests import tensors
 from tests.by_hand import cache, inputs_of, keep, moment, numbers, read, read_tensors, slots_of
@@ -40,9 +41,9 @@ def test_e22_ahakv_prompt(examples):
     score = lambda policy: read_tensors(policy, q, k, v)[1][0]
     policy = methods.ahakv(params["budget"], **how)
     np.testing.assert_allclose(score(bare(policy)), wanted["F_raw"], atol=1e-6)
-    scaled = papers.ahakv_gain(params["budget"], apply="scaled", recent=params["recent"])
+    scaled = papers.with_softmax(methods.ahakv(params["budget"], recent=params["recent"]), apply="scaled")
     np.testing.assert_allclose(score(bare(scaled)), wanted["F_scaled_literal"], atol=1e-6)
-    plain = papers.ahakv_without("gain", params["budget"], **how)
+    plain = papers.with_rows(methods.ahakv(params["budget"], **how), softmax=None)
     np.testing.assert_allclose(score(bare(plain)), wanted["F_standard_softmax"], atol=1e-6)
     kv, ctx = cache(range(n), k=k, v=v), moment(None, n, prompt=n, phase="prefill")
     softmax = EntropyScaled(params["budget"])(inputs_of(kv, [[n - 2, n - 1]], ctx, q[:, :, -2:]))
@@ -54,7 +55,7 @@ def test_e22_ahakv_prompt(examples):
     np.testing.assert_allclose(prior * max(wanted["gamma"]), wanted["gamma"], atol=1e-4)
     np.testing.assert_allclose(found, wanted["F_hat"], atol=1e-6)
     assert kept == wanted["kept"]
-    without = papers.ahakv_without("prior", params["budget"], **how)
+    without = papers.summed_by(methods.ahakv(params["budget"], **how), Faded)
     assert read_tensors(without, q, k, v)[0] == [wanted["kept_without_prior"]]
 
 
@@ -63,7 +64,7 @@ def test_e23_ahakv_decode_step(examples, seen):
     e, keys = examples["E23"], np.asarray(examples["E22"]["inputs"]["k"])
     wanted, at = e["expected"][f"{seen}_count"], e["inputs"]["kept_before"]
     k = numbers([*keys[at].tolist(), e["inputs"]["k_new"]])
-    policy = papers.ahakv_gain(e["params"]["budget"], recent=e["params"]["recent"], seen=seen)
+    policy = papers.with_softmax(methods.ahakv(e["params"]["budget"], recent=e["params"]["recent"]), seen=seen)
     pos = [*at, e["inputs"]["new_position"]]
     kv = cache(pos, Tree(score=numbers([*e["inputs"]["F_before"], 0.0])), k=k, v=jnp.ones_like(k))
     ctx = moment(policy, 9, prompt=8, H=4)
@@ -206,7 +207,7 @@ def test_e32_think(examples):
     np.testing.assert_allclose(weight[0, 0], e["expected"]["channel_score"], atol=1e-6)
     stay = policy.update(kv, stats, ctx).channels[0, 0].tolist()
     assert sorted(set(range(H)) - set(stay)) == e["expected"]["dropped"]
-    zeroed = kvpress.kvpress_think(e["params"]["channel_ratio"], rows=2).update(kv, stats, ctx)
+    zeroed = parts.ZeroChannels(e["params"]["channel_ratio"], rows=2).update(kv, stats, ctx)
     assert not np.asarray(zeroed.k[..., e["expected"]["dropped"]]).any()
 
 

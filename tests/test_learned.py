@@ -325,7 +325,7 @@ def test_heads_that_look_at_what_answers_are_read_from(wide):
     model, params = wide
     with jax.enable_x64(True):
         found = head_importance(model, params, TOKENS, WANTED, ANSWERS, lengths=LENGTHS)
-        rows = observed(model, params, Prompts(TOKENS, LENGTHS), votes(T))
+        rows = [x[votes(T)] for x in observed(model, params, Prompts(TOKENS, LENGTHS), votes(T))]
     expected = np.zeros((L, K * G))
     for layer, p in enumerate(map(np.asarray, rows)):
         for row, mask in enumerate(WANTED):

@@ -135,7 +135,9 @@ def test_chunks_whose_share_is_less_than_a_token_keep_one_as_far_as_the_budget_g
 @pytest.mark.parametrize("random", slow_but([3, 10], 10))
 def test_no_more_is_drawn_than_protection_leaves(among, random):
     """A random share of all that is not protected is NaCl's ablation without proxies."""
-    make = lambda random: replace(papers.nacl_drawn(10, among=among, recent=3, proxies=6, random=random), sinks=2)
+    make = lambda random: replace(
+        papers.nacl_drawn(methods.nacl(10, recent=3, proxies=6, random=random), among=among), sinks=2
+    )
     for tokens in kept(make(random)):
         assert {0, 1, T - 3, T - 2, T - 1} <= {*tokens}
         assert len(tokens) == 10 or (among == "all" and len(tokens) < 10)
@@ -172,7 +174,7 @@ def test_what_a_sliding_window_hides_goes_first():
 def test_rows_that_vote_in_blocks_are_those_of_the_last(shallow):
     """The last rows of the last block vote, as if what is left were the prompt; with all rows it is another policy."""
     few = methods.ahakv(8, recent=4)
-    many = papers.ahakv_without("recent", 8, recent=4)
+    many = papers.with_rows(methods.ahakv(8, recent=4), last=None)
     ids = tensors.token_ids(1, 24)
     read = lambda policy, block: tensors.live_positions(
         kvjax.prefill(*shallow, ids, policy=policy, max_new_tokens=0, block=block)[1].layers[0]

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 import kvjax
 from kvjax import methods, models
 from kvjax.configs.experiment import check_finite, check_whole
+from kvjax.contract import Attend
 from kvjax.experiments.core.command import check_output, write_json
 from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.core.provenance import environment
@@ -30,7 +31,7 @@ from kvjax.experiments.tasks import RETRIEVAL, TASKS, Example
 from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.training.embedded import Stage, document
 from kvjax.experiments.training.loop import ANSWER, FIRST, drawn
-from kvjax.learning.gates import Attention, distance, penalty
+from kvjax.learning.gates import distance, penalty
 from kvjax.models.embedded import EMBEDDED
 
 
@@ -72,7 +73,7 @@ def texts(how: Learning, step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def learn(
-    hidden: Callable[[Any, Array, Attention], Array],
+    hidden: Callable[[Any, Array, Attend], Array],
     params: Any,
     shape: tuple[int, int],
     how: Learning,

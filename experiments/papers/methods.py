@@ -81,7 +81,25 @@ def largest_rows(budget: Budget, *, recent: int) -> Policy:
 
 def ahakv_part(budget: Budget, *, without: Literal["gain", "recent", "prior"], recent: int) -> Policy:
     """AhaKV without a part of it."""
-    return papers.ahakv_without(without, budget, recent=recent)
+    policy = methods.ahakv(budget, recent=recent)
+    if without == "prior":
+        return papers.summed_by(policy, Faded)
+    return papers.with_rows(policy, **{"softmax" if without == "gain" else "last": None})
+
+
+def keyformer_noise(budget: Budget, *, recent: Share, noise: str) -> Policy:
+    """Keyformer with other noise."""
+    return papers.with_softmax(methods.keyformer(budget, recent=recent), noise=noise)
+
+
+def nacl_uniform(budget: Budget) -> Policy:
+    """NaCl that draws without its scores."""
+    return papers.nacl_drawn(methods.nacl(budget), by="uniform")
+
+
+def nacl_by_layer(budget: Budget) -> Policy:
+    """NaCl with one decision for a layer's heads."""
+    return papers.nacl_by_layer(methods.nacl(budget))
 
 
 def keyformer_ranked(budget: Budget) -> Policy:

@@ -13,6 +13,7 @@ from kvjax.experiments.papers.base import Arrays, Prompts, budgets_of, by_slice,
 from kvjax.methods.released import papers
 from kvjax.plot import COLOURS, kept_positions
 from kvjax.plot.style import style
+from kvjax.scores.attention import Faded
 
 
 def decide(
@@ -46,7 +47,7 @@ def _policies(budget: int) -> dict[str, Policy]:
         "NaCl": methods.nacl(budget),
         "Keyformer": methods.keyformer(budget),
         "AhaKV": methods.ahakv(budget, recent=recent),
-        "AhaKV without a prior": papers.ahakv_without("prior", budget, recent=recent),
+        "AhaKV without a prior": papers.summed_by(methods.ahakv(budget, recent=recent), Faded),
     }
 
 

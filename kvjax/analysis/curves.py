@@ -74,13 +74,9 @@ _WITHOUT_LAYERS = ("regret_layers", "kl", "agreement")
 
 def value_bounds(reading: Reading) -> Float[Array, "L B"]:
     """Theorem 2's C of every layer, over all that a row behind the prompt can read."""
-    each = zip(reading.state.layers, reading.later, strict=True)
-    return jnp.stack(
-        [
-            jnp.maximum(largest_value(kv.v, later.out_proj, kv.view().live), largest_value(later.v, later.out_proj))
-            for kv, later in each
-        ]
-    )
+    layers, later = reading.state.layers, reading.later
+    prompt = [largest_value(kv.v, x.out_proj, kv.view().live) for kv, x in zip(layers, later, strict=True)]
+    return jnp.maximum(jnp.stack(prompt), jnp.stack([largest_value(x.v, x.out_proj) for x in later]))
 
 
 def mask_losses(
@@ -248,15 +244,12 @@ def curves(
     results: dict[str, list[Losses]] = {}
     for stored, members in kinds.items():
         every = [p for name in members for p in grid[name]]
-        how = {"policies": every, "lengths": lengths, "key": key}
-        reading = read(model, params, tokens, continuation, **how)
+        reading = read(model, params, tokens, continuation, policies=every, lengths=lengths, key=key)
         for name in members:
             _check_only_evicts(name, grid[name][0], reading)
         largest = _bounds(reading)
-        measure = lambda keep, r=reading, c=largest: jax.tree.map(
-            np.asarray, _losses(model, params, r, keep, largest=c)
-        )
-        found: dict[str, list[list[Any]]] = {name: [[] for _ in budgets] for name in members}
+        measure = lambda keep, r=reading, c=largest: jax.device_get(_losses(model, params, r, keep, largest=c))
+        found: dict[str, list[list[Losses]]] = {name: [[] for _ in budgets] for name in members}
         first: dict[tuple[str, int], list[np.ndarray]] = {}
         for seed in range(seeds):
             if seed:
@@ -278,7 +271,7 @@ def curves(
     return Curves(jax.tree.map(lambda *x: jnp.stack(x), *rows), (*policies, *names), tuple(budgets))
 
 
-def _mean(each: list[Any]) -> Any:
+def _mean(each: list[Losses]) -> Losses:
     return jax.tree.map(lambda *x: np.mean(x, axis=0), *each)
 
 
@@ -297,9 +290,8 @@ def _grid(policies: Mapping[str, Method], budgets: Sequence[Count]) -> dict[str,
 def _check_only_evicts(name: str, policy: Policy, reading: Reading) -> None:
     """Refuses a policy that does something to later rows that the layers after the prompt do not say."""
     so = f"so that no eviction after the prompt has the losses of {name!r}"
-    jax.eval_shape(
-        lambda s: check_reads_all(stored_for_policy(s), "decode", so), with_policy(policy, reading.state, reading.stats)
-    )
+    state = with_policy(policy, reading.state, reading.stats)
+    jax.eval_shape(lambda s: check_reads_all(stored_for_policy(s), "decode", so), state)
 
 
 def _oracle(reading: Reading, budget: Count, lengths: np.ndarray, across: Across) -> Bool[Array, "L B K T"]:

@@ -197,8 +197,7 @@ class Reading:
         length = self.lengths + self.continuation.shape[1]
         state = dataclasses.replace(self.state, length=length, hparams=((),) * len(self.state.layers), params=())
         ctx = state.context(layer, "prefill", self.continuation)
-        how: dict[str, Any] = {"num_kv_heads": kv.pos.shape[1], "evict": False, "gives": True}
-        return Attend(ctx, self.rows, observe=observe, **how)
+        return Attend(ctx, self.rows, observe=observe, num_kv_heads=kv.pos.shape[1], evict=False, gives=True)
 
     def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
         """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
@@ -276,7 +275,11 @@ def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decisi
         own = ctx.hparams[0] if isinstance(policy, AcrossLayers) else ctx.hparams
         return _ranked(policy.policy, kv, stats, dataclasses.replace(ctx, hparams=own))
     if isinstance(policy, Evict):
-        return _of_evict(policy, policy.update_memory(kv, stats, ctx), stats, ctx) if policy.when.prefill else None
+        if not policy.when.prefill:
+            return None
+        found = policy.choose(policy.update_memory(kv, stats, ctx), stats, ctx)[0]
+        score = jnp.where(jnp.abs(found.score) < LARGE, found.score, jnp.sign(found.score) * jnp.inf)
+        return dataclasses.replace(found, score=jnp.where(kv.live, score, -jnp.inf))
     if isinstance(policy, ByHead):
         own = [policy.own(i, kv, ctx) for i in range(len(policy.members))]
         each = [_ranked(p, view, stats, here) for p, (view, here) in zip(policy.members, own, strict=True)]
@@ -294,33 +297,16 @@ def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decisi
     return found
 
 
-def _of_evict(policy: Evict, kv: LayerView, stats: Stats, ctx: Context) -> Decision:
-    found = policy.choose(kv, stats, ctx)[0]
-    score = jnp.where(jnp.abs(found.score) < LARGE, found.score, jnp.sign(found.score) * jnp.inf)
-    return dataclasses.replace(found, score=jnp.where(kv.live, score, -jnp.inf))
-
-
 @pytree
 class _Following:
     """The attention of a layer for the rows that follow a prompt, observed as `Later`."""
 
     attend: Attend
 
-    def __call__(
-        self,
-        kv: Any,
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        rotate: Any,
-        out_proj: Any = None,
-        logits: Logits = Logits(),
-        **how: Any,
-    ) -> Any:
-        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, logits=logits, **how)
-        mass = mass[..., : kv.pos.shape[2]] / q.shape[2]
-        return out, after, Later(q, k, v, out, mass, out_proj, logits, rotate=rotate)
+    def __call__(self, kv: Layer, q: Array, k: Array, v: Array, *, out_proj: Any = None, **how: Any) -> Any:
+        out, after, ((mass,), _) = self.attend(kv, q, k, v, out_proj=out_proj, **how)
+        mass, logits = mass[..., : kv.pos.shape[2]] / q.shape[2], how.get("logits", Logits())
+        return out, after, Later(q, k, v, out, mass, out_proj, logits, rotate=how["rotate"])
 
 
 def read(
@@ -367,9 +353,8 @@ def read(
     _, state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
     layers = [*map(_bare, state.layers)]
-    logits, later = _over(
-        model, params, bare, layers, [_Following(bare.attend(i, kv, (_MASS,))) for i, kv in enumerate(layers)]
-    )
+    attends = [_Following(bare.attend(i, kv, (_MASS,))) for i, kv in enumerate(layers)]
+    logits, later = _over(model, params, bare, layers, attends)
     return dataclasses.replace(bare, later=tuple(later), logits=logits)
 
 

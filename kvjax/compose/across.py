@@ -16,9 +16,11 @@ from kvjax.contract import (
     MOST,
     AttentionInputs,
     Context,
+    Heads,
     LayerInfo,
     LayerView,
     Layout,
+    Observation,
     Phase,
     Policy,
     Ratio,
@@ -59,7 +61,7 @@ class Competitor:
 class ScoreEntropy:
     """A layer gets the more, the more evenly its scores are spread: their entropy (LAVa)."""
 
-    def observe(self) -> tuple[Any, ...]:
+    def observe(self) -> tuple[Observation, ...]:
         """Nothing but what the score observes."""
         return ()
 
@@ -91,7 +93,7 @@ class Preference:
     entropy: Temperature = 1.6
     variance: Temperature = 0.6
 
-    def observe(self) -> tuple[Any, ...]:
+    def observe(self) -> tuple[Observation, ...]:
         """The attention of the last rows, row by row."""
         return (votes(self.rows),)
 
@@ -106,7 +108,7 @@ class Preference:
 
 
 def by_weight(
-    weight: Callable[[Competitor], Float[Array, "B"]], heads: Any, layers: Sequence[Competitor]
+    weight: Callable[[Competitor], Float[Array, "B"]], heads: Heads | None, layers: Sequence[Competitor]
 ) -> list[Int[Array, "B _"]]:
     """The tokens that every head of every layer gets, where layers share in proportion to a weight.
 
@@ -172,7 +174,7 @@ class _Joint(Policy):
     def writes(self) -> tuple[str, ...]:
         return self.policy.writes
 
-    def observe(self, phase: Phase) -> tuple[Any, ...]:
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return self.policy.observe(phase)
 
     def memory(self, info: LayerInfo) -> PyTree:
@@ -240,8 +242,8 @@ class SharedLayers(_Joint):
         return self.policy.reads(kv, inputs, ctx)
 
     def update_layers(
-        self, layers: tuple[Any, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
-    ) -> tuple[Any, ...]:
+        self, layers: tuple[LayerView, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
+    ) -> tuple[LayerView, ...]:
         """All layers after the first one has decided by the sum of their statistics."""
         own = self.policy.observe(ctxs[0].phase)
         total = Stats((o, jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats))) for o in own)
@@ -264,21 +266,18 @@ class AcrossLayers(_Joint):
     max_ratio: Ratio = 2.0
 
     def __post_init__(self):
-        if not isinstance(self.policy, Evict) or self.policy.when.decodes or not self.policy.when.prefill:
+        if self.policy.when.decodes or not self.policy.when.prefill:
             raise ValueError("layers compete once, after the prompt: give an Evict that does not evict while decoding")
 
-    @property
-    def _largest(self) -> Evict:
-        return dataclasses.replace(self.policy, budget=Times(self.policy.budget, self.max_ratio))
-
-    def observe(self, phase: Phase) -> tuple[Any, ...]:
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
         """Observations of the policy, and those that weights of layers are computed from."""
         more = self.by.observe() if phase == "prefill" and self.by is not by_top_scores else ()
         return unique((*self.policy.observe(phase), *more))
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
         """Room for `max_ratio` times the average budget, in every layer, and for prompts that are kept whole."""
-        own, largest = self.policy.sizes(info, lengths), self._largest.sizes(info, lengths)
+        most = dataclasses.replace(self.policy, budget=Times(self.policy.budget, self.max_ratio))
+        own, largest = self.policy.sizes(info, lengths), most.sizes(info, lengths)
         per_head, total = np.maximum(own.per_head, largest.per_head), np.maximum(own.total, largest.total)
         least = jnp.asarray(np.minimum(self.policy.least(info, lengths), MOST), jnp.int32)
         return Sizes(per_head, total, (own.hparams, largest.hparams, least))
@@ -287,8 +286,8 @@ class AcrossLayers(_Joint):
         return self.policy.reserve(kv, self._own(ctx))
 
     def update_layers(
-        self, layers: tuple[Any, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
-    ) -> tuple[Any, ...]:
+        self, layers: tuple[LayerView, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
+    ) -> tuple[LayerView, ...]:
         """All layers after they were scored, the budget was divided, and each kept what it got."""
         if ctxs[0].phase == "decode":
             return layers

@@ -81,7 +81,7 @@ class Evict(Policy):
     budget: Count = count()
     sinks: Count = count(default=0)
     recent: Count = count(default=0)
-    layers: Callable[[Any, Any, int, Any], Any] = data(default=Even())
+    layers: Callable[[Prompts, Prompts, int, Prompts], Int[np.ndarray, "M L"]] = data(default=Even())
     heads: Heads | None = None
     when: Schedule = Schedule()
     select: Select = TopK()
@@ -104,22 +104,19 @@ class Evict(Policy):
                 f"{type(part).__name__} ranks by what it observes of prompts alone, but {self.when} evicts while "
                 "decoding; use Schedule(), or a score that observes decode rows, such as Accumulated"
             )
-        if self.layout.positions == "shifted":
-            self._shift()
+        if self.layout.positions == "shifted":  # the sinks are, where they and the last tokens are all that stays
+            if self.score != Recency() or type(self.select) is not TopK or not isinstance(self.sinks, int | np.integer):
+                raise ValueError(
+                    'positions="shifted" is for a number of first tokens and the last ones: TopK by Recency, but here '
+                    f"are {type(self.select).__name__} by {type(self.score).__name__} and sinks={self.sinks!r}; use "
+                    '"rank"'
+                )
+            object.__setattr__(self, "layout", dataclasses.replace(self.layout, sinks=int(self.sinks)))
         if self.when.before and self.observe("decode"):
             raise ValueError(
                 f"Schedule(before=True) evicts before rows are read, but {type(self.score).__name__} or another part "
                 "observes what they read; leave out before"
             )
-
-    def _shift(self) -> None:
-        """Derives how many first tokens are shifted: the sinks, as they and the last tokens are all that stay."""
-        if self.score != Recency() or type(self.select) is not TopK or not isinstance(self.sinks, int | np.integer):
-            raise ValueError(
-                'positions="shifted" is for a number of first tokens and the last ones: TopK by Recency, but here are '
-                f'{type(self.select).__name__} by {type(self.score).__name__} and sinks={self.sinks!r}; use "rank"'
-            )
-        object.__setattr__(self, "layout", dataclasses.replace(self.layout, sinks=int(self.sinks)))
 
     # -------------------------------------------------------------------------------------------- on the host
 
@@ -202,24 +199,22 @@ class Evict(Policy):
     # ------------------------------------------------------------------------------------------------- traced
 
     def ranked(
-        self, kv: LayerView, stats: Stats, ctx: Context, *, entering: bool = False, at_most_one: bool = False
+        self, kv: LayerView, stats: Stats, ctx: Context, at_most_one: bool = False
     ) -> tuple[Slots, Float[Array, "B K S"], Bool[Array, "B K"]]:
         """The slots, with finite scores of all candidates.
 
         Args:
-          kv, stats, ctx: as for `update`.
-          entering: whether a new row was stored that nothing has read yet; it stays.
+          kv, stats, ctx: as for `update`; or for `enter`, of which the new row, that nothing has read yet, stays.
           at_most_one: whether no head exceeds its budget by more than one token.
 
         Returns:
           The slots, their scores without a gradient, and heads of which no candidate's score is a number.
         """
-        hparams = ctx.hparams
+        hparams, entering = ctx.hparams, self.when.before and ctx.phase == "decode"
         first, last = hparams.sinks[:, None, None], (ctx.length - hparams.recent)[:, None, None]
         newest = kv.pos == ctx.length[:, None, None] - 1 if entering else False
         protected = kv.live & ((kv.pos < first) | (kv.pos >= last) | newest)
-        candidates, params = kv.live & ~protected, ctx.params
-        slots = Slots(kv, stats, ctx, candidates, protected, kv.memory, hparams, params, at_most_one)
+        slots = Slots(kv, stats, ctx, kv.live & ~protected, protected, kv.memory, hparams, ctx.params, at_most_one)
         score = self.score(slots.of("score"))
         if getattr(score, "shape", None) != kv.pos.shape or jnp.iscomplexobj(score):
             raise _misshapen(self.score, "scores", score, kv, 'one a slot, "B K S"')
@@ -236,29 +231,20 @@ class Evict(Policy):
         return jnp.minimum(hparams.sinks + jnp.maximum(hparams.recent, int(self.when.before)), hparams.budget)
 
     def choose(
-        self,
-        kv: LayerView,
-        stats: Stats,
-        ctx: Context,
-        shares: Int[Array, "B K"] | None = None,
-        *,
-        entering: bool = False,
-        drop: Int[Array, "B 1"] | None = None,
-        at_most_one: bool = False,
+        self, kv: LayerView, stats: Stats, ctx: Context, shares: Int[Array, "B K"] | None = None
     ) -> tuple[Decision, Int[Array, "B _"]]:
         """The decision, and each head's share from now on, below 0 where the first eviction is to set it.
 
         Args:
-          kv, stats, ctx: as for `update`.
+          kv, stats, ctx: as for `ranked`.
           shares: the tokens that each head gets beside those that stay in any case; None to divide the budget now.
-          entering, at_most_one: as for `ranked`.
-          drop: the fewest tokens that a head loses.
         """
-        slots, score, unscored = self.ranked(kv, stats, ctx, entering=entering, at_most_one=at_most_one)
+        steady = ctx.phase == "decode" and self.when.every == 1 and self.when.prefill and ctx.steady
+        slots, score, unscored = self.ranked(kv, stats, ctx, steady and (shares is not None or not self._keeps_shares))
         now, later = self._divided(score, slots) if shares is None else (shares, shares)
         budgets = jnp.broadcast_to(now + self.outside(ctx)[:, None], kv.pos.shape[:2])
-        if drop is not None:
-            budgets = jnp.clip(kv.num_live - drop, 0, budgets)
+        if self.when.over is not None and ctx.phase == "decode":  # a head that evicts loses so many at least
+            budgets = jnp.clip(kv.num_live - ctx.hparams.drop[:, None], 0, budgets)
         keep = self.select(score, budgets, slots.of("select"))
         gates = "log_weight" in self.select.writes and jnp.issubdtype(getattr(keep, "dtype", bool), jnp.floating)
         if getattr(keep, "shape", None) != kv.pos.shape or not (gates or keep.dtype == bool):
@@ -314,30 +300,30 @@ class Evict(Policy):
             return kv if self.when.before else self._after_step(kv, stats, ctx)
         return self._evicted(kv, stats, ctx) if self.when.prefill else kv
 
-    def _evicted(self, kv: LayerView, stats: Stats, ctx: Context, at_most_one: bool = False, **how: Any) -> LayerView:
-        """The layer after an eviction. `at_most_one` and `how` are as for `choose`."""
+    def _evicted(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        """The layer after an eviction."""
         if not self._keeps_shares:
-            return apply_decision(kv, self.choose(kv, stats, ctx, at_most_one=at_most_one, **how)[0])
+            return apply_decision(kv, self.choose(kv, stats, ctx)[0])
         if ctx.phase == "prefill":
-            decision, shares = self.choose(kv, stats, ctx, **how)
+            decision, shares = self.choose(kv, stats, ctx)
         else:
             before, budget = kv.memory.shares, ctx.hparams.budget[:, None]
             here = jnp.where(before < 0, budget - self.outside(ctx)[:, None], before)
-            same = lambda: (self.choose(kv, stats, ctx, here, at_most_one=at_most_one, **how)[0], before)
+            same = lambda: (self.choose(kv, stats, ctx, here)[0], before)
             anew = ((before < 0) & (kv.num_live > budget)).any()
-            decision, shares = lax.cond(anew, lambda: self.choose(kv, stats, ctx, **how), same)
+            decision, shares = lax.cond(anew, lambda: self.choose(kv, stats, ctx), same)
         return _with_shares(apply_decision(kv, decision), shares)
 
     def _after_step(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         """The layer after a decode step; only heads that are due evict."""
         if self.when.every == 1:
-            return self._evicted(kv, stats, ctx, self.when.prefill and ctx.steady)
-        due, drop = self._due(kv, ctx)
+            return self._evicted(kv, stats, ctx)
+        due = self._due(kv, ctx)
         own = {"shares": kv.memory.shares} if self._keeps_shares else {}
         now = {name: getattr(kv, name) for name in ("pos", *self.writes)} | own
 
         def evicted() -> dict[str, Array]:
-            found = self._evicted(kv, stats, ctx, drop=drop)
+            found = self._evicted(kv, stats, ctx)
             return {name: getattr(found.memory if name == "shares" else found, name) for name in now}
 
         new = lax.cond(due.any(), evicted, lambda: now)
@@ -355,16 +341,14 @@ class Evict(Policy):
             return budget
         return jnp.where(kv.memory.shares < 0, budget, kv.memory.shares + self.outside(ctx)[:, None])
 
-    def _due(self, kv: LayerView, ctx: Context) -> tuple[Bool[Array, "B K"], Int[Array, "B 1"] | None]:
-        """(which heads evict at this step, the fewest tokens that they lose)."""
+    def _due(self, kv: LayerView, ctx: Context) -> Bool[Array, "B K"]:
+        """Which heads evict at this step."""
         if self.when.every is not None:
-            return jnp.broadcast_to((ctx.step % self.when.every == 0)[:, None], kv.pos.shape[:2]), None
-        return kv.num_live >= self._budgets(kv, ctx) + (self.when.over or 0), ctx.hparams.drop[:, None]
+            return jnp.broadcast_to((ctx.step % self.when.every == 0)[:, None], kv.pos.shape[:2])
+        return kv.num_live >= self._budgets(kv, ctx) + (self.when.over or 0)
 
     def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
-        if not self.when.before or ctx.phase != "decode":
-            return kv
-        return self._evicted(kv, Stats(), ctx, self.when.prefill and ctx.steady, entering=True)
+        return self._evicted(kv, Stats(), ctx) if self.when.before and ctx.phase == "decode" else kv
 
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         return None if self.mask is None or inputs.q.shape[2] > 1 else Reads(self.mask(kv, inputs, ctx))
@@ -462,7 +446,7 @@ def _of_prompts(part: Part) -> Part | None:
     return next((found for x in children(part) if (found := _of_prompts(x))), None)
 
 
-def _inside(x: Any) -> list[Policy]:
+def _inside(x: object) -> list[Policy]:
     """A policy, or a tuple of policies, and those that they are made of."""
     if isinstance(x, tuple):
         return [p for y in x for p in _inside(y)]
@@ -471,7 +455,7 @@ def _inside(x: Any) -> list[Policy]:
     return [x, *_inside(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))]
 
 
-def evicts(x: Any) -> list[Evict]:
+def evicts(x: object) -> list[Evict]:
     """The `Evict` policies inside of a policy, or of a tuple of policies."""
     return [p for p in _inside(x) if isinstance(p, Evict)]
 

@@ -30,6 +30,8 @@ from kvjax.contract import (
 )
 from kvjax.scores.attention import Function
 
+Change = Callable[[Policy, LayerView, Context], LayerView]  # what becomes of a member's layer
+
 
 def refuse_joint(policies: Sequence[Policy], where: str) -> None:
     """Refuses policies that decide for all layers at once, as members of another one."""
@@ -71,7 +73,7 @@ class _Members(Policy):
         """Fields of a slot that any member may change."""
         return unique(n for p in self.members for n in p.writes)
 
-    def observe(self, phase: Phase) -> tuple[Any, ...]:
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
         """Observations of all members."""
         return unique(o for p in self.members for o in p.observe(phase))
 
@@ -81,12 +83,11 @@ class _Members(Policy):
 
     def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
         """The learned parameters of each member; () if no member has any."""
-        found = tuple(
-            p.init_params(info, k) for p, k in zip(self.members, jax.random.split(key, len(self.members)), strict=True)
-        )
+        keys = jax.random.split(key, len(self.members))
+        found = tuple(p.init_params(info, k) for p, k in zip(self.members, keys, strict=True))
         return found if jax.tree.leaves(found) else ()
 
-    def own(self, i: int, kv: LayerView, ctx: Context) -> tuple[Any, Context]:
+    def own(self, i: int, kv: LayerView, ctx: Context) -> tuple[LayerView, Context]:
         """The layer and the moment as member `i` sees them."""
         params = ctx.params[i] if ctx.params else ()
         return kv.replace(memory=kv.memory[i]), dataclasses.replace(ctx, hparams=ctx.hparams[i], params=params)
@@ -101,8 +102,6 @@ class Chain(_Members):
     Attributes:
       members: the policies, the first one first.
     """
-
-    members: tuple[Policy, ...]
 
     def __post_init__(self):
         super().__post_init__()
@@ -131,7 +130,7 @@ class Chain(_Members):
             tuple(x.hparams for x in each),
         )
 
-    def _in_turn(self, kv: LayerView, ctx: Context, change: Callable[[Policy, LayerView, Context], Any]) -> Any:
+    def _in_turn(self, kv: LayerView, ctx: Context, change: Change) -> LayerView:
         for i, p in enumerate(self.members):
             own, mine = self.own(i, kv, ctx)
             found = change(p, own, mine)
@@ -186,7 +185,6 @@ class ByHead(_Members):
       pool: whether the heads' slots lie in one pool, so that heads with small budgets take little memory.
     """
 
-    members: tuple[Policy, ...]
     heads: tuple[int, ...]
     pool: bool = False
 
@@ -224,7 +222,7 @@ class ByHead(_Members):
         mine = lambda i, x: (jnp.asarray(self.heads) == i).reshape(1, -1, *(1,) * (x.ndim - 2))
         return functools.reduce(lambda x, i: jnp.where(mine(i, x), each[i], x), range(1, len(each)), each[0])
 
-    def _each(self, kv: LayerView, ctx: Context, change: Callable[[Policy, LayerView, Context], Any]) -> Any:
+    def _each(self, kv: LayerView, ctx: Context, change: Change) -> LayerView:
         own = [self.own(i, kv, ctx) for i in range(len(self.members))]
         found = [change(p, *x) for p, x in zip(self.members, own, strict=True)]
         if all(x is y for x, (y, _) in zip(found, own, strict=True)):
@@ -256,7 +254,7 @@ class ByHead(_Members):
         if any(x.visible is not None and x.visible.dtype != bool for x in each):
             raise ValueError("a member for some heads names slots to read; let it give a mask")
 
-        def pick(name: str, fill: Any) -> Array | None:
+        def pick(name: str, fill: float) -> Array | None:
             given = [getattr(x, name) for x in each]
             return None if all(x is None for x in given) else self.pick([wide(x, fill) for x in given])
 
@@ -356,7 +354,7 @@ def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) ->
     if not having(policy, "when"):
         raise ValueError(f"{type(policy).__name__} has no schedule")
     new = schedule if callable(schedule) and not isinstance(schedule, type | Policy) else lambda _: schedule
-    return _everywhere(policy, "when", lambda fields: {"when": new(fields["when"])})
+    return everywhere(policy, Policy, "when", lambda fields: {"when": new(fields["when"])})
 
 
 def protect(policy: Policy, *, sinks: Count, recent: Count) -> Policy:
@@ -371,16 +369,16 @@ def protect(policy: Policy, *, sinks: Count, recent: Count) -> Policy:
     """
     if not having(policy, "sinks"):
         raise ValueError(f"{type(policy).__name__} keeps no tokens by position alone, so that none can be others")
-    return _everywhere(policy, "sinks", lambda _: {"sinks": sinks, "recent": recent})
+    return everywhere(policy, Policy, "sinks", lambda _: {"sinks": sinks, "recent": recent})
 
 
-def _everywhere(x: Any, field: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A policy in which every one that has a field gets others, made from all of its fields."""
+def everywhere(x: Any, kind: Any, field: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A value in which every one of a kind that has a field gets others, made from all of its fields."""
     if isinstance(x, tuple):
-        return tuple(_everywhere(y, field, change) for y in x)
-    if not isinstance(x, Policy):
+        return tuple(everywhere(y, kind, field, change) for y in x)
+    if not isinstance(x, kind):
         return x
-    each = {f.name: _everywhere(getattr(x, f.name), field, change) for f in dataclasses.fields(x)}
+    each = {f.name: everywhere(getattr(x, f.name), kind, field, change) for f in dataclasses.fields(x)}
     return dataclasses.replace(x, **(each | change(each) if field in each else each))
 
 

@@ -23,6 +23,11 @@ def of_each(f: Callable[..., Any], *arrays: Array) -> Any:
     return lax.platform_dependent(*arrays, cpu=one_by_one, default=jax.vmap(jax.vmap(f)))
 
 
+def unit(x: Float[Array, "*n H"], least: float = 1e-12) -> Float[Array, "*n H"]:
+    """Vectors of length 1."""
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)
+
+
 def least_squares(a: Float[Array, "R C"], b: Float[Array, "R *D"]) -> Float[Array, "C *D"]:
     """The x for which `a @ x` is near `b`, small where rows do not determine it.
 

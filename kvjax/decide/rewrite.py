@@ -22,7 +22,7 @@ from kvjax.contract import (
     Slots,
     value,
 )
-from kvjax.decide.linalg import least_squares, of_each
+from kvjax.decide.linalg import least_squares, of_each, unit
 from kvjax.decide.select import best
 from kvjax.pallas_kernels.logits import capped
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -179,8 +179,7 @@ class Merge(Rewrite):
 
     def __call__(self, decision: Decision, slots: Slots) -> Decision:
         kv, keep = slots.kv, decision.keep
-        k = kv.k.astype(jnp.float32)
-        k = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-8)
+        k = unit(kv.k.astype(jnp.float32), 1e-8)
         alike = jnp.where(keep[:, :, None], jnp.einsum("bksh,bkth->bkst", k, k), -jnp.inf)
         most, target = alike.max(-1), alike.argmax(-1)
         merges = kv.live & ~keep & (most >= self.threshold)

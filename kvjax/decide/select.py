@@ -70,15 +70,11 @@ def all_but_worst(
     The same as `best` where no head exceeds its budget by more than one token, without looking for a bar.
     """
     live = pos >= 0
-    return live & ~(worst(score, pos) & (live.sum(-1) > budgets)[..., None])
-
-
-def worst(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Bool[Array, "B K S"]:
-    """The live slot with the lowest score of every head; of equal scores, the oldest."""
-    score = jnp.where(pos >= 0, lax.stop_gradient(score), jnp.inf)
+    score = jnp.where(live, lax.stop_gradient(score), jnp.inf)
     score, pos = lax.optimization_barrier((score, pos))  # which are compared with themselves
     lowest = (pos >= 0) & (score == score.min(-1, keepdims=True))
-    return pos == jnp.where(lowest, pos, LAST).min(-1, keepdims=True)
+    worst = pos == jnp.where(lowest, pos, LAST).min(-1, keepdims=True)
+    return live & ~(worst & (live.sum(-1) > budgets)[..., None])
 
 
 class TopK(Select):
@@ -200,28 +196,18 @@ class Chunks(Select):
         total = jnp.maximum(tokens.sum(1), 1).astype(jnp.float32)
         mean = jnp.where(tokens.sum(1) > 0, by_chunk(jnp.where(kv.live, score, 0.0)).sum(1) / total, -jnp.inf)
         rank = jnp.argsort(jnp.lexsort((-mean, -held.sum(1).astype(jnp.float32) / total)), axis=-1)
-        kept = rank < self._wanted(tokens, held, rank, budgets.min(-1), slots)[:, None]
-        kept = jnp.broadcast_to((kept & (tokens.sum(1) > 0))[:, None], tokens.shape)
-        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
-
-    def _wanted(
-        self,
-        tokens: Int[Array, "B K C"],
-        held: Int[Array, "B K C"],
-        rank: Int[Array, "B C"],
-        budget: Int[Array, "B"],
-        slots: Slots,
-    ) -> Int[Array, "B"]:
-        """How many chunks stay: their share, as long as no head exceeds its budget by a whole chunk."""
-        exist, live = (tokens.sum(1) > 0).sum(-1), slots.kv.num_live.max(-1)
+        # How many chunks stay: their share, as long as no head exceeds its budget by a whole chunk.
+        budget, exist, live = budgets.min(-1), (tokens.sum(1) > 0).sum(-1), kv.num_live.max(-1)
         part = jnp.floor(exist.astype(jnp.float32) * (budget / jnp.maximum(live, 1)) + 1e-5).astype(jnp.int32)
-        known = (live == slots.ctx.prompt_length) & (budget == slots.hparams.budget)
+        known = (live == ctx.prompt_length) & (budget == slots.hparams.budget)
         wanted = jnp.maximum(jnp.where(known, slots.hparams.wanted, part), 1)
         order = jnp.broadcast_to(rank[:, None], tokens.shape)
         ordered = jnp.put_along_axis(jnp.zeros_like(tokens), order, tokens - held, -1, inplace=False)
         grown = jnp.cumsum(ordered, -1) + held.sum(-1, keepdims=True)
         fits = (grown <= (budget + self.size - 1)[:, None, None]).all(1).sum(-1)
-        return jnp.where(live <= budget, exist, jnp.minimum(wanted, fits))
+        kept = rank < jnp.where(live <= budget, exist, jnp.minimum(wanted, fits))[:, None]
+        kept = jnp.broadcast_to((kept & (tokens.sum(1) > 0))[:, None], tokens.shape)
+        return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
 
 
 class PerChunk(Select):

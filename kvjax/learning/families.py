@@ -135,19 +135,15 @@ class Simplex(Family):
 
     def budgets(self, params: Params, view: View) -> Float[Array, "B L K"]:
         """Slots of every head beside its protected ones."""
-        average = view.selectable
-        cap = view.candidates.sum(-1)
+        average, cap = view.selectable, view.candidates.sum(-1)
         B, L, K = cap.shape
-        shape = {"heads": (B, L, K), "layers": (B, L, K), "both": (B, L * K)}[self.over]
         if self.over == "layers":
             average, cap = average.mean(-1), cap.min(-1)
-            parts = simplex(
-                jnp.broadcast_to(params[None], (B, L)), average.sum(-1), floor=self.floor * average, cap=cap
-            )
-            return jnp.broadcast_to(parts[..., None], shape)
-        average, cap = average.reshape(shape), cap.reshape(shape)
-        params = jnp.broadcast_to(params[None], (B, L, K)).reshape(shape)
-        return simplex(params, average.sum(-1), floor=self.floor * average, cap=cap).reshape(B, L, K)
+        elif self.over == "both":
+            average, cap = average.reshape(B, -1), cap.reshape(B, -1)
+        logits = jnp.broadcast_to(params.reshape(average.shape[1:]), average.shape)
+        parts = simplex(logits, average.sum(-1), floor=self.floor * average, cap=cap)
+        return jnp.broadcast_to(parts.reshape(B, L, -1), (B, L, K))
 
     def gates(self, params: Params, view: View, temperature: float | Float[Array, ""]) -> Float[Array, "B L K S"]:
         return view.select(self.budgets(params, view), temperature)
@@ -209,7 +205,7 @@ class PyramidBeta(Family):
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         return dataclasses.replace(policy, layers=Pyramid(float(self.beta(params))))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"beta": float(self.beta(params))}
 
 
@@ -254,7 +250,7 @@ class Safeguard(Fraction):
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         return dataclasses.replace(policy, heads=Adaptive(float(self.fraction(params))))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"alpha": float(self.fraction(params))}
 
 
@@ -273,7 +269,7 @@ class WindowShare(Fraction):
     def harden(self, params: Params, policy: Evict, view: View) -> Evict:
         return dataclasses.replace(policy, recent=Share(float(self.fraction(params))))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"window_share": float(self.fraction(params))}
 
 
@@ -307,7 +303,7 @@ class NaclShares(Family):
         select = dataclasses.replace(policy.select, random=Share(drawn))
         return dataclasses.replace(policy, select=select, recent=Share(protect))
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return dict(zip(("protect", "best", "random"), self._shares(params), strict=True))
 
     @staticmethod
@@ -363,7 +359,7 @@ class EntropyK(Family):
         score = dataclasses.replace(score, of=dataclasses.replace(score.of, softmax=softmax))
         return dataclasses.replace(policy, score=score)
 
-    def describe(self, params: Params) -> dict[str, Any]:
+    def describe(self, params: Params) -> dict[str, float]:
         return {"k": float(jnp.exp(params))}
 
 

@@ -12,22 +12,19 @@ Letters: B texts, T tokens, L layers, N query heads, K kv heads, G = N / K, H he
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.contract import Amount, NonNegative, Size, turned_queries
+from kvjax.contract import Amount, Attend, NonNegative, Size, turned_queries
 from kvjax.pallas_kernels import Logits, kinds
 from kvjax.pallas_kernels.columns import accumulator
 
-# What models call in every layer, as `Attend` of `kvjax.run`.
-Attention: TypeAlias = Callable[..., tuple[Array, Any, Any]]
 
-
-def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, recent: Size) -> Attention:
+def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, recent: Size) -> Attend:
     """Causal attention among T tokens without a cache, mixed with streaming attention by the gates of kv heads.
 
     Differentiable. It makes all logits of a layer at once, and so is for texts of some thousand tokens.
@@ -50,9 +47,8 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
         *,
         layer: int,
         rotate: Callable[..., Array],
-        out_proj: Any = None,
-        hidden: Any = None,
         logits: Logits = Logits(),
+        **_: Any,
     ) -> tuple[Array, Any, tuple[()]]:
         (B, N, T, H), K, dtype = q.shape, k.shape[1], accumulator(q.dtype)
         q, k = turned_queries(rotate, q, pos[:, None]), rotate(k, pos[:, None])
@@ -85,7 +81,7 @@ def _softmax(
 
 
 def distance(
-    hidden: Callable[[Attention], Float[Array, "B T D"]],
+    hidden: Callable[[Attend], Float[Array, "B T D"]],
     gates: Float[Array, "L K"],
     pos: Int[Array, "B T"],
     counts: Bool[Array, "B T"],

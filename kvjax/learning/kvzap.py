@@ -18,48 +18,15 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import (
-    Amount,
-    Context,
-    LayerInfo,
-    LayerView,
-    Model,
-    Observation,
-    PerSlot,
-    Phase,
-    Policy,
-    Positive,
-    Size,
-    Stats,
-)
+from kvjax.contract import Amount, Model, Positive, Size
 from kvjax.learning.probes import observed
 from kvjax.observe import HiddenStates
 from kvjax.pallas_kernels import kinds
 from kvjax.run.checks import as_array, check_model, check_prompts
 from kvjax.run.reread import Reread
-from kvjax.run.steps import read_prompts
 from kvjax.scores.learned import FrozenArrays, HiddenHeads, apply_heads
 
 _LEAST = 1e-8  # the least score, as the logarithm of a smaller one would not end
-
-
-class Remember(Policy):
-    """The full cache, which remembers what its prompt's tokens get while the prompt is repeated.
-
-    Attributes:
-      how: how it is repeated.
-    """
-
-    how: Reread
-
-    def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return (self.how,) if phase == "replay" else ()
-
-    def memory(self, info: LayerInfo) -> PerSlot:
-        return PerSlot()
-
-    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
-        return kv.replace(memory=stats[self.how].astype(jnp.float32))
 
 
 def examples(
@@ -83,21 +50,16 @@ def examples(
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths)
     place = np.arange(prompts.tokens.shape[1])[None] - (prompts.tokens.shape[1] - prompts.lengths[:, None])
-    first = max(sinks, getattr(replay, "prefix", 0))
+    first = max(sinks, replay.prefix)
     counts = place >= first
     if not counts.any():
         raise ValueError(
             f"texts of up to {int(np.max(prompts.lengths))} tokens have none behind the first {first}; give longer ones"
         )
-    hidden = observed(model, params, prompts, HiddenStates())
-    _, state = read_prompts(model, params, prompts, Remember(replay), 0)
-    scores = [
-        np.asarray(kv.view().memory)[:, :, : place.shape[1]] for kv in state.layers
-    ]  # tokens in order, from slot 0 on
-    row = np.arange(len(place))[:, None]
-    scores = [x.swapaxes(1, 2)[row, np.maximum(place, 0)] for x in scores]
+    found = observed(model, params, prompts, HiddenStates(), (replay,))
     each = lambda x: np.stack([np.asarray(y, np.float32)[counts] for y in x])
-    return each(hidden), np.log(np.maximum(each(scores), _LEAST))
+    scores = each(stats[replay].swapaxes(1, 2) for stats in found)
+    return each(stats[HiddenStates()] for stats in found), np.log(np.maximum(scores, _LEAST))
 
 
 def fit(

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import EMPTY, Amount, AttentionInputs, Model, Observation, Phase, Policy, kv_layers, value
-from kvjax.observe import votes
+from kvjax.contract import EMPTY, Amount, AttentionInputs, Layout, Model, Observation, Stats, kv_layers, value
+from kvjax.observe import Reread, votes
 from kvjax.pallas_kernels import kinds
 from kvjax.run.checks import as_array, check_model, check_prompts
-from kvjax.run.forward import forward
+from kvjax.run.prefill_each import Stored, read_whole
 from kvjax.run.state import Prompts
-from kvjax.run.steps import start
 
 
 @value
@@ -40,31 +39,21 @@ class QueryMoments:
         return jnp.einsum("bt,bnth->bnh", counts, q), products, counts.sum(-1)
 
 
-class Watch(Policy):
-    """The full cache, whose prompt is observed.
-
-    Attributes:
-      what: the observation.
-    """
-
-    what: Observation
-
-    def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return (self.what,) if phase == "prefill" else ()
-
-
-def observed(model: Model, params: PyTree, prompts: Prompts, what: Observation) -> list[Any]:
-    """An observation of prompts in every layer.
+def observed(
+    model: Model, params: PyTree, prompts: Prompts, what: Observation, again: tuple[Reread, ...] = ()
+) -> list[Stats]:
+    """An observation of prompts in every layer, and what their tokens get while the prompts are read again.
 
     Args:
       model, params: the model.
-      prompts: left-padded tokens and their lengths.
+      prompts: left-padded tokens and their lengths, which have been checked.
       what: the observation.
+      again: how the prompts are repeated.
     """
-    watch = Watch(what)
-    state = start(model, policy=watch, lengths=prompts.lengths, width=prompts.tokens.shape[1], max_new_tokens=0)
-    stats = forward(model, params, prompts.tokens, state, valid=prompts.lengths, observe=(watch,))[2]
-    return [stats.of(i)[what] for i in range(len(kv_layers(model.config)))]
+    L = len(kv_layers(model.config))
+    stored = Stored((Layout(),) * L, again, (what,))
+    stats = read_whole(model, params, prompts, 0, policies=(), stored=stored)[2]
+    return [stats.of(i) for i in range(L)]
 
 
 def fit_filters(
@@ -131,7 +120,7 @@ def _moments(
     """Sums over all texts in every layer, in float64."""
     check_model(model, params)
     found = observed(model, params, check_prompts(model, tokens, lengths), what)
-    return [tuple(np.asarray(x, np.float64).sum(0) for x in layer) for layer in found]
+    return [tuple(np.asarray(x, np.float64).sum(0) for x in stats[what]) for stats in found]
 
 
 def head_importance(
@@ -172,7 +161,7 @@ def head_importance(
             f"nothing is wanted in {(~wanted.any(-1)).sum()} of {B} prompts; mark what answers are read from"
         )
     rows, most = int(answers.max()) + 1, int(wanted.sum(-1).max())
-    found = observed(model, params, prompts, votes(rows))
+    found = [stats[votes(rows)] for stats in observed(model, params, prompts, votes(rows))]
     shares = jax.jit(_looked_at, static_argnames=("rows", "most"))
     each = np.stack([np.asarray(shares(p, wanted, answers, rows=rows, most=most), np.float64) for p in found])
     by_head = each.reshape(len(each), model.config.num_kv_heads, -1).mean(-1)

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.budgets import HeadShares, LayerShares
 from kvjax.compose.evict import Evict
@@ -48,7 +48,7 @@ class Softness:
 
     temperature: Float[Array, "B"]
     budgets: Float[Array, "B K"] | None = None
-    select: Any = ()
+    select: PyTree = ()
 
 
 class Soft(Select):
@@ -68,10 +68,10 @@ class Soft(Select):
 
     def __post_init__(self):
         check_temperature(self.temperature)
-        if type(self.select) not in _PASSES:
+        if type(self.select) not in _RELAXED:
             raise ValueError(
                 f"{type(self.select).__name__} is not known to select by passes of top-k, so it has no temperature; "
-                f"relax one of {', '.join(kind.__name__ for kind in _PASSES)}"
+                f"relax one of {', '.join(kind.__name__ for kind in _RELAXED)}"
             )
 
     @property
@@ -92,44 +92,23 @@ class Soft(Select):
         first = Pass(real(kv.pos), jnp.minimum(total, secure.sum(-1)))
         kept = soft_passes((first,), kv.pos, secure, temperature=width)
         rest = jnp.maximum(total - kept.sum(-1), 0.0)
-        passes = _PASSES[type(self.select)](self.select, score, total, rest, slots.of("select"))
+        passes = self._passes(score, total, rest, slots.of("select"))
         return kept + soft_passes(passes, kv.pos, have - secure, temperature=width)
 
-
-# ------------------------------------------------------------------------------------- selections as passes of top-k
-
-
-def _top_k(
-    select: TopK, score: Float[Array, "B K S"], budgets: Float[Array, "B K"], rest: Float[Array, "B K"], slots: Slots
-) -> tuple[Pass, ...]:
-    return (Pass(score, rest),)
-
-
-def _then_random(
-    select: ThenRandom,
-    score: Float[Array, "B K S"],
-    budgets: Float[Array, "B K"],
-    rest: Float[Array, "B K"],
-    slots: Slots,
-) -> tuple[Pass, ...]:
-    random = jnp.minimum(slots.hparams.random[:, None].astype(rest.dtype), rest)
-    return Pass(score, rest - random), Pass(select.drawn(score, slots), random)
+    def _passes(self, score: Array, budgets: Array, rest: Array, slots: Slots) -> tuple[Pass, ...]:
+        """The selection as passes of top-k over the `rest` of budgets "B K" that protected slots leave."""
+        select = self.select
+        if isinstance(select, ThenRandom):
+            random = jnp.minimum(slots.hparams.random[:, None].astype(rest.dtype), rest)
+            return Pass(score, rest - random), Pass(select.drawn(score, slots), random)
+        if isinstance(select, TwoStage):
+            size = jnp.maximum(jnp.floor(budgets * select.first + 1e-6), float(select.first > 0))
+            first = jnp.clip(size - (budgets - rest), 0.0, rest)
+            return Pass(score, first), Pass(select.weighed(score, slots), rest - first)
+        return (Pass(score, rest),)
 
 
-def _two_stage(
-    select: TwoStage,
-    score: Float[Array, "B K S"],
-    budgets: Float[Array, "B K"],
-    rest: Float[Array, "B K"],
-    slots: Slots,
-) -> tuple[Pass, ...]:
-    size = jnp.maximum(jnp.floor(budgets * select.first + 1e-6), float(select.first > 0))
-    first = jnp.clip(size - (budgets - rest), 0.0, rest)
-    return Pass(score, first), Pass(select.weighed(score, slots), rest - first)
-
-
-# A subclass may select in another way, so it is not found here.
-_PASSES: dict[type, Callable[..., tuple[Pass, ...]]] = {TopK: _top_k, ThenRandom: _then_random, TwoStage: _two_stage}
+_RELAXED = TopK, ThenRandom, TwoStage  # a subclass may select in another way
 
 
 # --------------------------------------------------------------------------------------------------------- policies
@@ -162,7 +141,7 @@ def soften(policy: Policy, temperature: float) -> Policy:
     return dataclasses.replace(policy, **found, **({"pool": False} if "pool" in members else {}))
 
 
-def _is_made_of_policies(x: Any) -> bool:
+def _is_made_of_policies(x: object) -> bool:
     return isinstance(x, Policy) or (isinstance(x, tuple) and bool(x) and all(isinstance(y, Policy) for y in x))
 
 
@@ -177,9 +156,7 @@ def _softened(policy: Evict, temperature: float) -> Evict:
         reason = f"{type(policy.rewrite).__name__} rewrites kept slots from those that go, and none goes"
     if reason:
         raise ValueError(f"this policy cannot be relaxed: {reason}; soften one without that")
-    soft = (
-        dataclasses.replace(select, temperature=temperature) if isinstance(select, Soft) else Soft(select, temperature)
-    )
+    soft = Soft(select.select if isinstance(select, Soft) else select, temperature)
     return dataclasses.replace(policy, select=soft, layout=dataclasses.replace(layout, pool=False))
 
 
@@ -251,7 +228,7 @@ def with_table(policy: Evict, shares: kinds.HeadTable) -> Evict:
     return dataclasses.replace(policy, layers=LayerShares(layers), heads=HeadShares(heads))
 
 
-def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> Any:
+def annealed(start: float, end: float, fraction: float | Float[Array, ""]) -> float | Float[Array, ""]:
     """A temperature that falls geometrically from `start` to `end` as `fraction` goes from 0 to 1.
 
     Raises:

@@ -1,6 +1,6 @@
 """A top-k with a temperature: gates in [0, 1] whose sum is the budget exactly, with exact gradients."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from kvjax.budgets import spread
 from kvjax.compose.evict import LARGE
 from kvjax.pallas_kernels import kinds
 
@@ -46,7 +47,7 @@ def soft_top_k(
     return _compiled(score, whole(budget), whole(temperature), weight)
 
 
-def check_temperature(temperature: Any) -> None:
+def check_temperature(temperature: object) -> None:
     """Refuses known temperatures that are not positive and finite."""
     if isinstance(temperature, jax.core.Tracer):
         return
@@ -74,7 +75,7 @@ def _solve(score: Array, budget: Array, temperature: Array, weight: Array) -> tu
     some = jnp.isfinite(low)
     low, high = jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
 
-    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: object, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = low + (high - low) / 2
         above = (weight * jax.nn.sigmoid(x - middle[..., None])).sum(-1) > b
@@ -110,12 +111,12 @@ def _at_threshold(z: Array, weight: Array) -> Array:
     return d / jnp.where(mass > 0, mass, 1.0)
 
 
-def _forward(score: Array, budget: Array, temperature: Array, weight: Array) -> Any:
+def _forward(score: Array, budget: Array, temperature: Array, weight: Array) -> tuple[Array, tuple[Array, ...]]:
     gate, z = _solve(score, budget, temperature, weight)
     return gate, (gate, z, budget, temperature, weight)
 
 
-def _backward(residuals: Any, cotangent: Array) -> Any:
+def _backward(residuals: tuple[Array, ...], cotangent: Array) -> tuple[Array, ...]:
     gate, z, budget, temperature, weight = residuals
     inside = ((budget > 0) & (budget < weight.sum(-1)))[..., None]
     share = jnp.where(inside, _at_threshold(z, weight), 0.0)
@@ -219,15 +220,7 @@ def simplex(
 
 def filled(shares: Float[Array, "*batch M"], cap: Float[Array, "*batch M"]) -> Float[Array, "*batch M"]:
     """Shares of the same total, none above its cap; the excess goes to the others in proportion, as in `apportion`."""
-
-    def spread(_: Any, shares: Array) -> Array:
-        surplus = jnp.maximum(shares - cap, 0.0).sum(-1, keepdims=True)
-        shares = jnp.minimum(shares, cap)
-        weight = jnp.where(cap > shares, shares, 0.0)
-        mass = weight.sum(-1, keepdims=True)
-        return shares + surplus * weight / jnp.where(mass > 0, mass, 1.0)
-
-    return jnp.minimum(lax.fori_loop(0, shares.shape[-1], spread, shares), cap)
+    return jnp.minimum(lax.fori_loop(0, shares.shape[-1], lambda _, x: spread(x, cap, jnp), shares), cap)
 
 
 kinds.doors(__name__, "soft_top_k", "soft_passes", "mass_rank", "standardised", "simplex", "filled")

@@ -77,9 +77,8 @@ class DropChannels(Policy):
     def channels(self, kv: LayerView, stats: Stats) -> Array:
         """The channels "B K C" that stay, in order."""
         k, H = jnp.where(kv.live[..., None], jnp.square(kv.k.astype(jnp.float32)), 0.0), kv.k.shape[-1]
-        weight = stats[QuerySquares(self.rows)] * (
-            k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
-        )
+        mean = k.sum(2) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        weight = stats[QuerySquares(self.rows)] * mean
         return jnp.sort(lax.top_k(weight, H - int(H * self.share))[1], axis=-1)
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
@@ -156,8 +155,14 @@ class ReadPages(Policy):
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         if inputs.q.shape[2] > 1:
             return None
-        bound = self._bounds(kv, inputs)
-        page, is_read = self._best(bound, kv, inputs, ctx)
+        bound, newest = self._bounds(kv, inputs), ctx.length[:, None, None] - 1
+        page, exists = jnp.arange(bound.shape[2])[None, None], jnp.isfinite(kv.memory[0][..., 0])
+        if inputs.logits.window is not None:  # of other pages the row sees nothing
+            exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.logits.window
+        bound = jnp.where(page == newest // self.size, jnp.inf, jnp.where(exists, bound, -jnp.inf))
+        most, page = lax.top_k(bound, ctx.hparams.pages.shape[1])  # of equal bounds, the older pages
+        count = jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]
+        is_read = (jnp.arange(page.shape[2])[None, None] < count) & (most > -jnp.inf)
         read = jnp.put_along_axis(jnp.zeros(bound.shape, bool), page, is_read, -1, inplace=False)
         visible = kv.live & jnp.take_along_axis(read, self._page(kv), -1)
         if 3 * page.shape[2] * self.size >= kv.pos.shape[2]:  # a copy of so much takes longer than to read all
@@ -196,19 +201,6 @@ class ReadPages(Policy):
             most = most.at[at].max(jnp.where(kv.live[..., None], bias, -jnp.inf)).swapaxes(2, 3)
             bounds = jnp.where(jnp.isfinite(most), inputs.logits.of(bounds, q.shape[-1]) + most, -jnp.inf)
         return bounds.max(2)
-
-    def _best(
-        self, bound: Float[Array, "B K P"], kv: LayerView, inputs: AttentionInputs, ctx: Context
-    ) -> tuple[Int[Array, "B K R"], Bool[Array, "B K R"]]:
-        """The pages with the largest bounds, of equal ones the older, and which of them are read."""
-        page, newest = jnp.arange(bound.shape[2])[None, None], ctx.length[:, None, None] - 1
-        exists = jnp.isfinite(kv.memory[0][..., 0])
-        if inputs.logits.window is not None:  # of other pages the row sees nothing
-            exists &= newest - jnp.minimum((page + 1) * self.size - 1, newest) < inputs.logits.window
-        bound = jnp.where(page == newest // self.size, jnp.inf, jnp.where(exists, bound, -jnp.inf))
-        count = jnp.maximum(ctx.hparams.budget // self.size, 1)[:, None, None]
-        bound, page = lax.top_k(bound, ctx.hparams.pages.shape[1])
-        return page, (jnp.arange(page.shape[2])[None, None] < count) & (bound > -jnp.inf)
 
 
 class FirstLayers(Policy):

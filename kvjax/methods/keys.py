@@ -1,27 +1,26 @@
 """Methods that look at keys, values, hidden states, or a model of the queries to come."""
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from kvjax.budgets import STEP
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
-from kvjax.observe import FutureQueries
+from kvjax.observe import ChunkAttention, FutureQueries, Hidden, OfLayer
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import (
     Capacity,
     Expected,
+    Given,
     KeyDifference,
     KeyDirections,
     KeyNorm,
     LagRelative,
     Leverage,
     SquaredNorms,
-    within_chunks,
 )
-from kvjax.scores.learned import predicted
+from kvjax.scores.learned import Predicted
 
 
 def _at_most(n: int, budget: Count) -> int:
@@ -134,8 +133,13 @@ def compactor(
     """
     if blend is None:
         blend = 1.0 - budget if isinstance(budget, float) else 0.35
-    votes = Pooled(ValueWeighted(within_chunks(chunk, sinks, recent)), "avg", 3)
-    return Evict(Blend((Standardized(Leverage(sketch)), Standardized(votes)), (blend, 1.0)), budget, sinks, recent)
+    votes = chunk_votes(ChunkAttention(chunk, sinks, recent))
+    return Evict(Blend((Standardized(Leverage(sketch)), votes), (blend, 1.0)), budget, sinks, recent)
+
+
+def chunk_votes(chunks: ChunkAttention) -> Standardized:
+    """What tokens receive within their chunk of the prompt, times value norms, with their neighbours (Compactor)."""
+    return Standardized(Pooled(ValueWeighted(Given(chunks, prompt_only=True)), "avg", 3))
 
 
 def q_filters(budget: Count, filters: Annotated[Any, numbers("L", "K", "H")]) -> Evict:
@@ -150,9 +154,7 @@ def q_filters(budget: Count, filters: Annotated[Any, numbers("L", "K", "H")]) ->
     return Evict(KeyDirections(FrozenArrays({"filters": filters})), budget)
 
 
-def kvzap(
-    budget: Count, function: Callable[..., Any], *, threshold: float | None = None, recent: Amount = 128
-) -> Evict:
+def kvzap(budget: Count, function: OfLayer, *, threshold: float | None = None, recent: Amount = 128) -> Evict:
     r"""Keeps what KVzip would keep, as predicted from hidden states by a small function (KVzap, arXiv 2601.07891).
 
     $S_j = f(h_j)$, the logarithm of a score of KVzip+, at every step (Jegou and Jeblick).
@@ -164,4 +166,4 @@ def kvzap(
       recent: last tokens that stay.
     """
     select = TopK() if threshold is None else AtLeast(threshold)
-    return Evict(predicted(function), budget, 0, _at_most(recent, budget), when=STEP, select=select)
+    return Evict(Predicted(Hidden(function)), budget, 0, _at_most(recent, budget), when=STEP, select=select)

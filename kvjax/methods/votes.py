@@ -1,7 +1,7 @@
 """Methods where the end of the prompt votes, or the prompt itself when it is repeated."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -100,8 +100,9 @@ def headkv(
         )
     weights = given / np.mean(given) / beta + 1 - 1 / beta
     table = tuple(map(tuple, weights.tolist()))
-    parts: dict[str, Any] = {"layers": LayerShares(tuple(weights.sum(1).tolist())), "heads": HeadShares(table)}
-    return dataclasses.replace(snapkv(budget, window=window, kernel=kernel), **parts, layout=Layout(pool=True))
+    layers, heads = LayerShares(tuple(weights.sum(1).tolist())), HeadShares(table)
+    policy = snapkv(budget, window=window, kernel=kernel)
+    return dataclasses.replace(policy, layers=layers, heads=heads, layout=Layout(pool=True))
 
 
 def criticalkv(base: Evict, *, first: Proportion = 0.5, eps: NonNegative = 1e-4) -> Evict:

@@ -116,7 +116,7 @@ def _points(name: str, points: Points) -> np.ndarray:
     return np.array(sorted(rows), np.float64).T
 
 
-def _are_shares(budgets: Sequence[Any]) -> bool:
+def _are_shares(budgets: Sequence[float]) -> bool:
     """Whether budgets are shares of the prompt rather than tokens.
 
     Raises:

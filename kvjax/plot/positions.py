@@ -83,9 +83,8 @@ def kept_positions(
         to = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": "x-small", "color": "0.35"}
         grid[0].annotate(word, (at, 1), xytext=(8 * at - 4, 4), ha=align, va="bottom", **to)
     _legend(grid[0], [Patch(color=_BLUE, label="held")], spans)
-    grid[-1].set_xlabel(
-        f"position in the prompt, tokens (rows are {'head' if rows == 1 else 'kv heads'})", fontsize="small"
-    )
+    shown = "head" if rows == 1 else "kv heads"
+    grid[-1].set_xlabel(f"position in the prompt, tokens (rows are {shown})", fontsize="small")
     return figure_of(grid[0])
 
 
@@ -137,7 +136,9 @@ def scores(
             if len(x := np.unique(places[keep & infinite])):
                 to = {"transform": panel.get_xaxis_transform(), "clip_on": False}
                 panel.plot(x, np.full(len(x), edge), marker, color=_BLUE, markersize=3, **to)
-        panel.set_yscale(yscale or ("log" if _far_apart(score[np.isfinite(score)]) else "linear"))
+        x = score[np.isfinite(score)]
+        far_apart = len(x) and x.min() > 0 and x.max() > 20 * np.median(x)
+        panel.set_yscale(yscale or ("log" if far_apart else "linear"))
         panel.set_ylabel(f"layer {i}" if len(drawn) > 1 else "score")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.01)
@@ -177,7 +178,7 @@ def _masks(name: str, kept: Any, row: int) -> tuple[list[Bool[np.ndarray, "K T"]
     return masks, end
 
 
-def _known(row: int, batch: Any) -> int:
+def _known(row: int, batch: Array) -> int:
     return whole("row", row, 0, len(batch) - 1, f"there are {len(batch)} sequences")
 
 
@@ -209,11 +210,6 @@ def _chosen(found: Sequence[Any], layers: Sequence[int] | None) -> dict[int, Any
     if not wanted:
         raise ValueError(f"there is nothing to draw: {len(wanted)} of {len(found)} layers; give at least one")
     return {i: found[i] for i in wanted}
-
-
-def _far_apart(x: Float[np.ndarray, "X"]) -> bool:
-    """Whether numbers are positive, and the largest is far above most of them."""
-    return bool(len(x) and x.min() > 0 and x.max() > 20 * np.median(x))
 
 
 # ------------------------------------------------------------------------------------------- what is drawn around them
@@ -257,7 +253,7 @@ def _point(panel: Axes, spans: Mapping[str, list[tuple[int, int]]]) -> None:
             panel.plot([(first + last) / 2], [1.0], "v", color=colour, markersize=5, transform=above, clip_on=False)
 
 
-def _legend(panel: Axes, handles: list[Any], spans: Mapping[str, Any]) -> None:
+def _legend(panel: Axes, handles: list[Any], spans: Mapping[str, object]) -> None:
     """Draws the legend above the panel."""
     handles = [
         *handles,

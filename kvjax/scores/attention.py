@@ -67,7 +67,7 @@ class Function(Score):
       observed: what it reads of `stats`.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., Array]
     observed: tuple[Observation, ...] = ()
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
@@ -387,8 +387,7 @@ class History(Score):
 def _packed(bits: Bool[Array, "*n W"]) -> UInt32[Array, "*n words"]:
     """Bits as words of 32."""
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
-    words = bits.reshape(*bits.shape[:-1], -1, 32).astype(jnp.uint32)
-    return (words << lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)).sum(-1, dtype=jnp.uint32)
+    return jnp.packbits(bits, axis=-1, bitorder="little").view(jnp.uint32)
 
 
 class Repeated(Score):

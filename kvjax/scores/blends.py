@@ -70,9 +70,8 @@ class Pooled(OfScore):
     pad: Literal["zero", "valid"] = "zero"
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        return pool_in_order(
-            self.score(slots.of("score")), slots.kv.pos, slots.candidates, self.kind, self.kernel, self.pad
-        )
+        score = self.score(slots.of("score"))
+        return pool_in_order(score, slots.kv.pos, slots.candidates, self.kind, self.kernel, self.pad)
 
 
 def pool_in_order(

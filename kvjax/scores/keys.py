@@ -27,15 +27,10 @@ from kvjax.contract import (
     data,
     value,
 )
-from kvjax.decide.linalg import of_each
-from kvjax.observe import ChunkAttention, FutureQueries, UnrotatedKeys
+from kvjax.decide.linalg import of_each, unit
+from kvjax.observe import FutureQueries, UnrotatedKeys, segment_sum
 from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.storage import in_order
-
-
-def unit(x: Float[Array, "*n H"], least: float = 1e-12) -> Float[Array, "*n H"]:
-    """Vectors of length 1."""
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), least)
 
 
 class KeyNorm(Score):
@@ -265,11 +260,9 @@ class Redundancy(Score):
             return newest, jnp.where(alike.any(-1), found, 0.0)
 
         newest, cosine = lax.map(newest_alike, jnp.arange(0, S, size))
-        at = jnp.arange(len(k))[:, None, None], jnp.arange(k.shape[1])[None, :, None]
         newest, cosine = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1) for x in (newest, cosine))
         to_all = jnp.einsum("bksh,bkh->bks", k, k.sum(2)) - jnp.square(k).sum(-1)
-        spared = jnp.zeros_like(to_all).at[(*at, newest)].add(cosine)
-        mean = (to_all - spared) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        mean = (to_all - segment_sum(cosine, newest, S)) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
         return jax.nn.softmax(mean, axis=-1, where=kv.live)
 
 
@@ -331,13 +324,3 @@ class Given(Score):
         if self.prompt_only and slots.ctx.phase == "decode":
             return slots.memory
         return slots.memory + slots.stats[self.what]
-
-
-def within_chunks(size: Size, sinks: Amount, recent: Amount) -> Given:
-    """Scores what a token receives from all rows of its chunk of the prompt (Compactor).
-
-    Args:
-      size: tokens of a chunk.
-      sinks, recent: tokens at either end of the prompt that are in no chunk.
-    """
-    return Given(ChunkAttention(size, sinks, recent), prompt_only=True)

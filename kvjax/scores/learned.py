@@ -1,7 +1,6 @@
 """Learned scores: functions of a token's key, value and statistics, or of its hidden state."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract import FrozenArrays, LayerInfo, Observation, Odd, Phase, Prompts, Score, Size, Slots, Value, place
-from kvjax.observe import Hidden, Rows
+from kvjax.observe import Hidden, OfLayer, Rows
 from kvjax.scores.blends import pool_in_order
 from kvjax.scores.keys import Given
 
@@ -29,7 +28,7 @@ class Learned(Score):
       kernel: width of the max-pooled votes, another feature; odd.
     """
 
-    function: Callable[[Any, Any], Any]
+    function: OfLayer
     rows: Size = 16
     kernel: Odd = 7
 
@@ -64,7 +63,7 @@ class Learned(Score):
         return self.function(self.features(slots), slots.ctx.layer)
 
 
-def check_function(function: Callable[[Any, Any], Any], shape: Any, info: LayerInfo, wanted: Any) -> None:
+def check_function(function: OfLayer, shape: tuple[int, ...], info: LayerInfo, wanted: tuple[int, ...]) -> None:
     """Refuses a learned function that was made for other layers, heads or widths than a model's (host).
 
     Args:
@@ -77,10 +76,10 @@ def check_function(function: Callable[[Any, Any], Any], shape: Any, info: LayerI
       ValueError: it gives another shape; what the function itself refuses.
     """
     found = jax.eval_shape(lambda x: function(x, info.layer), jax.ShapeDtypeStruct(shape, jnp.float32)).shape
-    if found != tuple(wanted):
+    if found != wanted:
         raise ValueError(
             f"{place(function)} gives numbers of shape {found} for one token of layer {info.layer}, not "
-            f"{tuple(wanted)}; fit a function to this model"
+            f"{wanted}; fit a function to this model"
         )
 
 
@@ -90,7 +89,7 @@ _LINEAR, _NETWORK = ("out", "out_bias"), ("in", "in_bias", "out", "out_bias")
 
 
 def apply_heads(
-    weights: Mapping[str, Any], hidden: Float[Array, "B T D"], layer: int | Int[Array, ""]
+    weights: Mapping[str, Array | np.ndarray], hidden: Float[Array, "B T D"], layer: int | Int[Array, ""]
 ) -> Float[Array, "B T K"]:
     """One number for every kv head of a layer: a linear function of hidden states, or of a hidden layer of GELUs.
 
@@ -123,11 +122,8 @@ class HiddenHeads(Value):
         frozen = self.weights if isinstance(self.weights, FrozenArrays) else FrozenArrays(self.weights)
         object.__setattr__(self, "weights", frozen)
         shapes = {name: x.shape for name, x in frozen.items()}
-        ends = [shapes["in"], shapes["out"]] if "in" in frozen else [shapes["out"]]
-        fits = all(len(s) == 3 for s in ends) and all(
-            shapes[f"{n}_bias"] == (s[0], s[2]) for n, s in zip(("in", "out")[-len(ends) :], ends, strict=True)
-        )
-        if not fits or (len(ends) == 2 and (ends[0][0], ends[0][2]) != ends[1][:2]):
+        fits = all(len(shapes[n]) == 3 and shapes[f"{n}_bias"] == shapes[n][::2] for n in ("in", "out") if n in frozen)
+        if not fits or ("in" in frozen and shapes["in"][::2] != shapes["out"][:2]):
             raise ValueError(f"HiddenHeads has weights of the shapes {shapes}, which do not follow one another")
         for name, x in frozen.items():
             if x.dtype.kind != "f" or not np.isfinite(x).all():
@@ -167,8 +163,3 @@ class Predicted(Given):
         if info.embed_dim:
             check_function(self.what.fn, (1, 1, info.embed_dim), info, (1, 1, info.num_kv_heads))
         return ()
-
-
-def predicted(function: Callable[[Any, Any], Any]) -> Predicted:
-    """Scores by `function(hidden "B T D", layer) -> "B T K"`, hashed by its weights."""
-    return Predicted(Hidden(function))

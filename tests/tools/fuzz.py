@@ -58,6 +58,8 @@ MODULES = {
     "plot": ("plot",),
 }
 REFUSALS = pathlib.Path(__file__).parents[1] / "golden" / "refusals.json"
+_OF_ROWS = "with_rows", "with_softmax", "summed_by"  # of policies whose score sums rows
+_OF_NACL = "nacl_drawn", "nacl_both_ends", "nacl_by_layer"
 SIZES = {"N": 4, "K": 2, "S": 8, "T": 8, "R": 2, "H": 4, "D": 6, "L": 4, "V": 12, "M": 3, "G": 2, "P": 8, "heads": 2}
 
 
@@ -137,7 +139,9 @@ def hints(f: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
 def good(name: str, f: Callable[..., Any]) -> dict[str, Any]:
     """Arguments that a function takes."""
     found = {n: example(n, hint) for n, (hint, needed) in hints(f).items() if needed}
-    return found | ({"policy": methods.streaming_llm(6)} if name == "read" else {})
+    policies = {"read": methods.streaming_llm(6)} | dict.fromkeys(_OF_ROWS, methods.keyformer(6))
+    policies |= dict.fromkeys(_OF_NACL, methods.nacl(6))
+    return found | ({"policy": policies[name]} if name in policies else {})
 
 
 def call(f: Callable[..., Any], given: dict[str, Any]) -> Any:

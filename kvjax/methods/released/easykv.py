@@ -8,10 +8,7 @@ from kvjax.compose import chain
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, Policy, Proportion, Score, Size, value
 from kvjax.decide.select import TopK
-from kvjax.methods.attention import roco
-from kvjax.methods.position import random, window
 from kvjax.methods.released.counts import BlockBudget, Truncated, WholeIfShort
-from kvjax.methods.released.papers import since, tova_by_head
 from kvjax.methods.released.parts import RandomRun
 from kvjax.observe import Rows
 from kvjax.pallas_kernels import kinds
@@ -67,9 +64,8 @@ def block_sizes(length: Size, budget: int | float, stride: Size, mode: Literal["
 
 
 def _score(importance: Importance, first: Amount, scope: Count) -> Score:
-    if importance == "roco":
-        return SparedByDeviation(first=first, size=scope)
     scores: dict[str, Score] = {
+        "roco": SparedByDeviation(first=first, size=scope),
         "mas": Mean(first=first),
         "h2o": Accumulated(Rows(first=first)),
         "tova": LayerMean(Votes(1, prompt_only=False)),
@@ -165,26 +161,6 @@ def easykv(importance: Importance, budget: int, *, prompt_length: Size, stride: 
     if budget > prompt_length:
         return easykv_decoding(importance, budget - prompt_length)
     return easykv_encoding_decoding(importance, budget, stride=stride)
-
-
-def random_run(budget: Count) -> Evict:
-    """Random eviction of EasyKV's blocks: one run of tokens, the same in all heads and layers (D-05)."""
-    return dataclasses.replace(random(budget), select=RandomRun())
-
-
-def window_of_generated(budget: Count) -> Evict:
-    """EasyKV's recency while decoding: the prompt stays, outside of the budget (D-06, D-13)."""
-    return Evict(window(budget).score, Combined("sum", (1.0, budget)), 1.0, when=STEP)
-
-
-def tova_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 6) -> Evict:
-    """TOVA of EasyKV: every kv head decides, and the first and last tokens stay (D-09)."""
-    return dataclasses.replace(tova_by_head(budget), sinks=sinks, recent=recent)
-
-
-def roco_easykv(budget: Count, *, sinks: Count = 4, recent: Count = 10, prefix: Amount = 0) -> Evict:
-    """RoCo of EasyKV: 4 sinks and the last 10 tokens stay (D-12), and rows of the first tokens do not count (D-46)."""
-    return dataclasses.replace(since(roco(budget), prefix), sinks=sinks, recent=recent)
 
 
 kinds.doors(__name__)

@@ -43,8 +43,7 @@ def snapkv_factory(budget: Count = 512, *, window: Size = 8, kernel: Odd = 7) ->
 
 def pyramidkv_factory(budget: Count, *, beta: AtLeastOne = 20.0, window: Size = 8, kernel: Odd = 7) -> Evict:
     """PyramidKV: whole steps, whose total exceeds the budget (D-41, D-42)."""
-    policy = pyramidkv(budget, window=window, kernel=kernel)
-    return dataclasses.replace(policy, layers=FloorPyramid(beta))
+    return dataclasses.replace(pyramidkv(budget, window=window, kernel=kernel), layers=FloorPyramid(beta))
 
 
 def ada_factory(budget: Count, *, window: Size = 8, kernel: Odd = 7) -> Evict:

@@ -1,29 +1,30 @@
 """The presses of kvpress 0.5.5 as compositions. `r` is the share that is removed, their `compression_ratio`.
 
-A press that is not here is a method with the budget `kept(r)`, such as `methods.knorm(kept(r))`.
+A press that is not here is a method with the budget `kept(r)`, such as `methods.knorm(kept(r))`; its options are fields
+of the score, `papers.with_score(methods.lagkv(kept(r)), cross=True)`. ThinKPress is `parts.ZeroChannels`,
+StreamingLLMPress `factory.streaming_llm_factory(kept(r))`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from kvjax.budgets import Combined, Schedule, Share
 from kvjax.compose import when
 from kvjax.compose.evict import Evict
-from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Proportion, Size
+from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Policy, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
-from kvjax.methods.keys import compactor, curdkv, expected_attention, kvzap, lagkv
-from kvjax.methods.position import random, streaming_llm
+from kvjax.methods.keys import chunk_votes, compactor, expected_attention, kvzap
+from kvjax.methods.position import random
 from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Truncated
 from kvjax.methods.released.papers import PROMPT, with_score
-from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast, ZeroChannels
+from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast
 from kvjax.methods.votes import finch, simlayerkv, snapkv
-from kvjax.observe import ProjectedValueNorm, Rows
+from kvjax.observe import OfLayer, ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
-from kvjax.scores.attention import Accumulated, Mean, Votes
-from kvjax.scores.blends import LayerMean, Pooled, Standardized, ValueWeighted
-from kvjax.scores.keys import Expected, Given, Leverage
+from kvjax.scores.attention import Mean, Votes
+from kvjax.scores.blends import LayerMean
+from kvjax.scores.keys import Leverage
 
 
 def kept(r: Proportion) -> Truncated:
@@ -63,22 +64,19 @@ def kvpress_observed_attention(r: Proportion) -> Evict:
     return Evict(Mean(), kept(r))
 
 
-def kvpress_finch(
-    r: Proportion, *, window: Size, chunk: Size | None = None, normalize: bool = True, rerotate: bool = True
-) -> Evict:
+def kvpress_finch(r: Proportion, *, window: Size, chunk: Size | None = None) -> Evict:
     """FinchPress, whose question has `window` tokens.
+
+    Without `normalize_scores` it is `papers.with_rows(..., by_length=False)`, without `rerotate_keys` one of
+    `layout=Layout()`.
 
     Args:
       r: the compression ratio.
       window: tokens of the question.
       chunk: tokens of a chunk; None reads the prompt as one.
-      normalize: rows are weighed by their length.
-      rerotate: tokens stand at their rank.
     """
     policy = finch(kept(r), window=window, chunk=chunk)
-    policy = policy if chunk is None else kvpress_chunk(policy, size=chunk)
-    policy = policy if normalize else dataclasses.replace(policy, score=Accumulated(Rows(window)))
-    return policy if rerotate else dataclasses.replace(policy, layout=Layout())
+    return policy if chunk is None else kvpress_chunk(policy, size=chunk)
 
 
 def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amount = 1024, rows: Size = 1) -> Evict:
@@ -90,36 +88,6 @@ def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amou
 
 
 # ------------------------------------------------------------------------------------------------ keys
-
-
-def kvpress_lagkv(r: Proportion, *, lag: Size = 128, sinks: Amount = 4, cross: bool = False) -> Evict:
-    """LagKVPress; `cross` is its `cross_scoring`."""
-    return with_score(lagkv(kept(r), lag=lag, sinks=sinks), cross=cross)
-
-
-def kvpress_curdkv(
-    r: Proportion,
-    *,
-    of: Literal["product", "mean", "key", "value"] = "product",
-    partition: Size | None = 16,
-    sinks: Amount = 4,
-) -> Evict:
-    """CURPress; `partition=None` is its `use_local_approximation=False`."""
-    return with_score(curdkv(kept(r), sinks=sinks), of=of, partition=partition)
-
-
-def kvpress_expected_attention(
-    r: Proportion,
-    *,
-    horizon: Size = 512,
-    sinks: Amount = 4,
-    eps: NonNegative = 0.0,
-    covariance: bool = True,
-    value_norms: bool = True,
-) -> Evict:
-    """ExpectedAttentionPress."""
-    policy = expected_attention(kept(r), horizon=horizon, sinks=sinks, eps=eps)
-    return with_score(policy, covariance=covariance, value_norms=value_norms)
 
 
 def expected_attention_stats(
@@ -134,7 +102,7 @@ def expected_attention_stats(
     """ExpectedAttentionStatsPress by the moments "L N H" and "L N H H" of a model's queries before rotation."""
     queries = KnownQueries(horizon, sinks, moments=FrozenArrays({"mean": mean, "covariance": covariance}))
     policy = expected_attention(budget, horizon=horizon, sinks=sinks)
-    return dataclasses.replace(policy, score=Expected(queries, **options))
+    return with_score(policy, queries=queries, **options)
 
 
 def kvpress_leverage(r: Proportion, *, sketch: Size | None = 48) -> Evict:
@@ -142,14 +110,9 @@ def kvpress_leverage(r: Proportion, *, sketch: Size | None = 48) -> Evict:
     return Evict(Leverage(sketch), kept(r))
 
 
-def _chunk_votes(chunk: Size, sinks: Amount, recent: Amount) -> Standardized:
-    chunks = PaddedChunkAttention(chunk, sinks, recent)
-    return Standardized(Pooled(ValueWeighted(Given(chunks, prompt_only=True)), "avg", 3))
-
-
 def kvpress_non_causal(r: Proportion, *, chunk: Size = 256) -> Evict:
     """NonCausalAttnPress, which fills up the last chunk."""
-    return Evict(_chunk_votes(chunk, 0, 0), kept(r))
+    return Evict(chunk_votes(PaddedChunkAttention(chunk)), kept(r))
 
 
 def kvpress_compactor(
@@ -164,20 +127,15 @@ def kvpress_compactor(
     """CompactorPress, which fills up the last chunk."""
     policy = compactor(kept(r), blend=r if blend is None else blend, sketch=sketch, sinks=sinks, recent=recent)
     score: Any = policy.score
-    return with_score(policy, scores=(score.scores[0], _chunk_votes(chunk, sinks, recent)))
+    return with_score(policy, scores=(score.scores[0], chunk_votes(PaddedChunkAttention(chunk, sinks, recent))))
 
 
-def kvpress_kvzap(r: Proportion, function: Callable[..., Any]) -> Evict:
+def kvpress_kvzap(r: Proportion, function: OfLayer) -> Evict:
     """KVzapPress: the prompt alone is evicted."""
     return dataclasses.replace(kvzap(kept(r), function, recent=0), when=PROMPT)
 
 
 # ------------------------------------------------------------------------------------------------ positions
-
-
-def kvpress_streaming_llm(r: Proportion, *, sinks: Amount = 4) -> Evict:
-    """StreamingLLMPress."""
-    return dataclasses.replace(streaming_llm(kept(r), sinks=sinks), when=PROMPT, layout=Layout())
 
 
 def kvpress_random(r: Proportion) -> Evict:
@@ -218,12 +176,12 @@ def kvpress_key_rerotation(base: Evict) -> Evict:
     return dataclasses.replace(base, layout=dataclasses.replace(base.layout, positions="rank"))
 
 
-def kvpress_decoding(base: Evict, *, interval: Size) -> Any:
+def kvpress_decoding(base: Evict, *, interval: Size) -> Policy:
     """DecodingPress around a press: generated text alone is evicted, at every so many steps."""
     return when(Schedule(prefill=False, every=interval), base)
 
 
-def kvpress_cam(base: Evict, *, interval: Size) -> Any:
+def kvpress_cam(base: Evict, *, interval: Size) -> Policy:
     """CAMPress around a press: heads keep the same tokens by their mean score; values are not merged."""
     return kvpress_decoding(dataclasses.replace(base, score=LayerMean(base.score)), interval=interval)
 
@@ -232,11 +190,6 @@ def kvpress_dms(base: Evict, threshold: float, *, recent: Count, decoding: bool 
     """DMSPress around a press, whose budget is the most that a head holds; `recent` is its sliding window."""
     schedule = Schedule(every=1) if decoding else PROMPT
     return dataclasses.replace(base, select=AtLeast(threshold), recent=recent, when=schedule)
-
-
-def kvpress_think(channels: Proportion = 0.5, *, rows: Size = 32) -> ZeroChannels:
-    """ThinKPress, which sets channels of the prompt's keys to 0."""
-    return ZeroChannels(channels, rows)
 
 
 kinds.doors(__name__)

@@ -34,7 +34,7 @@ from kvjax.contract import (
 )
 from kvjax.decide.select import LazyOrAll, ThenRandom, TopK, TwoStage, best
 from kvjax.methods.hidden import DropChannels, ReadPages
-from kvjax.observe import ChunkAttention, FutureQueries, Rows, Unmasked
+from kvjax.observe import ChunkAttention, FutureQueries, Rows, Unmasked, segment_sum
 from kvjax.scores.attention import Accumulated
 from kvjax.scores.blends import sum_by_position
 from kvjax.storage import in_order
@@ -93,12 +93,11 @@ class ByIndex(Score):
         if slots.ctx.phase == "decode":
             return slots.memory
         received, pos = slots.stats[self.of], slots.kv.pos
-        (B, N, _), K, width = received.shape, pos.shape[1], slots.ctx.width
+        N, K, width = received.shape[1], pos.shape[1], slots.ctx.width
         read = jnp.arange(K) // (N // K)  # the kv head that query head g reads
-        at = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
         pos = jnp.where(slots.kv.live, pos, width)
-        table = jnp.zeros((B, K, width)).at[(*at, pos[:, read])].add(received[:, :K], mode="drop")
-        return table.at[(*at, pos)].get(mode="fill", fill_value=0)
+        table = segment_sum(received[:, :K], pos[:, read], width)
+        return jnp.take_along_axis(table, pos, -1, mode="fill", fill_value=0)
 
 
 @value
