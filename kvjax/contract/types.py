@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ EMPTY = -1  # the position of a dead slot
 LAST = jnp.iinfo(jnp.int32).max  # later than any position
 Phase = Literal["prefill", "decode", "replay"]
 Rotate: TypeAlias = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
+V = TypeVar("V", bound="LayerView")
 
 
 # A function of `AttentionInputs`, hashed by value: equal ones are computed once for all policies. It returns a tree of
@@ -109,51 +110,48 @@ class Sizes:
     hparams: PyTree = ()
 
 
-@runtime_checkable
-class LayerView(Protocol):
+@dataclasses.dataclass(frozen=True)
+class LayerView:
     """A layer's cache as policies see it, however it is stored. A slot is live if `pos >= 0`; slots have no order.
 
     Attributes:
-      k, v: keys as rows read them in every layout, "B K S H": rotated to where they stand, 0 in channels that were
-        dropped; and values. An observation of `UnrotatedKeys` has them before rotation.
+      k: keys as rows read them in every layout, rotated to where they stand, 0 in channels that were dropped. An
+        observation of `UnrotatedKeys` has them before rotation.
+      v: values.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       memory: what the policy remembers: the tree that `memory` listed.
       log_weight: the logarithm of what each slot counts in attention, None for one each.
       channels: the key channels that compaction keeps, None for all; of keys before rotation for positions by rank.
-      fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       how: what is static: positions, and what the policy writes.
-      live: which slots hold a token.
-      num_live: tokens of every head.
     """
 
-    @property
-    def k(self) -> Float[Array, "B K S H"]: ...
-    @property
-    def v(self) -> Float[Array, "B K S H"]: ...
-    @property
-    def pos(self) -> Int[Array, "B K S"]: ...
-    @property
-    def memory(self) -> PyTree: ...
-    @property
-    def log_weight(self) -> Float[Array, "B K S"] | None: ...
-    @property
-    def channels(self) -> Int[Array, "B K _"] | None: ...
-    @property
-    def fault(self) -> Bool[Array, "B K"]: ...
-    @property
-    def how(self) -> Any: ...
-    @property
-    def live(self) -> Bool[Array, "B K S"]: ...
-    @property
-    def num_live(self) -> Int[Array, "B K"]: ...
+    k: Float[Array, "B K S C"]
+    v: Float[Array, "B K S H"]
+    pos: Int[Array, "B K S"]
+    fault: Bool[Array, "B K"]
+    memory: PyTree = ()
+    log_weight: Float[Array, "B K S"] | None = None
+    channels: Int[Array, "B K _"] | None = None
+    how: Any = static(default=None)
 
-    def replace(self, **fields: Any) -> "LayerView":
+    @property
+    def live(self) -> Bool[Array, "B K S"]:
+        """Which slots hold a token."""
+        return self.pos != EMPTY
+
+    @property
+    def num_live(self) -> Int[Array, "B K"]:
+        """Tokens that every head holds."""
+        return self.live.sum(-1, dtype=jnp.int32)
+
+    def replace(self: V, **fields: Any) -> V:
         """The same layer with other fields."""
-        ...
+        return dataclasses.replace(self, **fields)
 
-    def keep(self, mask: Bool[Array, "B K S"]) -> "LayerView":
+    def keep(self: V, mask: Bool[Array, "B K S"]) -> V:
         """The layer without the slots outside `mask`; nothing moves."""
-        ...
+        return self.replace(pos=jnp.where(mask, self.pos, EMPTY))
 
 
 @pytree

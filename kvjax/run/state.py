@@ -88,12 +88,12 @@ class State:
             rows = np.asarray(rows)
             if not np.isin(rows, np.arange(-B, B)).all():
                 raise ValueError(f"rows={rows.tolist()} are taken of {B} sequences; give 0 to {B - 1}")
-        taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
+        taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=()))
         if isinstance(rows, jax.core.Tracer):  # what may not read any token has no logits
             taken = dataclasses.replace(
                 taken, max_new_tokens=jnp.where((rows >= -B) & (rows < B), taken.max_new_tokens, -LAST)
             )
-        return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
+        return dataclasses.replace(taken, params=self.params)
 
     def applied(self, policy: Policy, stats: AttnStats) -> "State":
         """Updates the state by a policy: `policy(state, stats)`.

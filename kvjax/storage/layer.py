@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
 from kvjax.pallas_kernels import Logits, attention, reference
@@ -19,43 +20,20 @@ from kvjax.storage.protocol import Keeps, Storage
 
 
 @pytree
-class Layer(Storage):
-    """One layer's cache. A slot is live if `pos >= 0`; the order of slots has no meaning.
+class Layer(LayerView, Storage):
+    """One layer's cache.
 
     Attributes:
       k: keys, C = H channels unless some were dropped. Rotated to `pos`, or not at all where positions are ranks.
-      v: values.
-      pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
-      memory: what the policy remembers: arrays "B K S ...", or "B K ..." where they belong to heads.
-      log_weight: the logarithm of what each slot counts in attention, None for one each.
+      memory: arrays "B K S ...", or "B K ..." where they belong to heads.
       channels: the key channels that are left, or will be after compaction; None for all.
-      how: what is static.
     """
 
-    k: Float[Array, "B K S C"]
-    v: Float[Array, "B K S H"]
-    pos: Int[Array, "B K S"]
-    memory: PyTree = ()
-    log_weight: Float[Array, "B K S"] | None = None
-    channels: Int[Array, "B K _"] | None = None
     how: Keeps = static(default=Keeps())
-
-    @property
-    def live(self) -> Bool[Array, "B K S"]:
-        """Which slots hold a token."""
-        return self.pos != EMPTY
-
-    @property
-    def num_live(self) -> Int[Array, "B K"]:
-        return self.live.sum(-1, dtype=jnp.int32)
 
     @property
     def head_pos(self) -> Int[Array, "B K S"]:
         return self.pos
-
-    def keep(self, mask: Bool[Array, "B K S"]) -> "Layer":
-        """The layer without the slots outside `mask`; nothing moves."""
-        return self.replace(pos=jnp.where(mask, self.pos, EMPTY))
 
     def view(self) -> "Layer":
         return self
@@ -103,27 +81,11 @@ class Layer(Storage):
         if self._packed:
             k = jnp.take_along_axis(k, cast(Array, self.channels)[:, :, None], -1)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        mesh = None if slots is None else self.how.mesh
-        return apart(mesh, Layer._filled, self, k, v, each, slots)
-
-    def _filled(self, k: Array, v: Array, pos: Array, slots: Array | None) -> "Layer":
-        """Writes new rows to these slots, or behind all; a single row, that of a decode step, without an axis for rows.
-
-        Log weights and memory are 0 in their slots.
-        """
         if slots is None:
-            row = lambda x: x
-            write = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+            behind = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
             blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
-        else:
-            B, K, rows = slots.shape
-            row = lambda x: x if rows > 1 else x[:, :, 0]
-            at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
-            write = lambda x, new: write_rows(x, at, new, rows == 1)
-            blank = lambda x: write(x, 0)
-        weight = None if self.log_weight is None else blank(self.log_weight)
-        fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
-        return self.replace(**fields, log_weight=weight, memory=self.how.of_slots(blank, self.memory))
+            return with_rows(self, k, v, each, behind, blank)
+        return apart(self.how.mesh, filled, self, k, v, each, slots)
 
     def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B N S"] | None:
         bias = None if self.log_weight is None else jnp.repeat(self.log_weight, group, axis=1)
@@ -300,6 +262,23 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
     at_place = lambda x, one: jnp.where(place == jnp.expand_dims(one[0], axis), jnp.expand_dims(one[1], axis), x)
     select = lambda x, *_: functools.reduce(at_place, zip(slots, rows, strict=True), x)
     return select(x) if numbers else lax.platform_dependent(x, new, *at, cpu=select, default=put)
+
+
+def with_rows(kv: Any, k: Any, v: Any, pos: Any, write: Callable[..., Array], blank: Callable[[Array], Array]) -> Any:
+    """A layer or a pool to whose arrays new rows are written; log weights and memory are `blank` in their slots."""
+    weight = None if kv.log_weight is None else blank(kv.log_weight)
+    fields = {"k": write(kv.k, k), "v": write(kv.v, v), "pos": write(kv.pos, pos)}
+    return kv.replace(**fields, log_weight=weight, memory=kv.how.of_slots(blank, kv.memory))
+
+
+def filled(kv: Any, k: Array, v: Array, pos: Array, slots: Array) -> Any:
+    """A layer or a pool with new rows in these slots; a single row, that of a decode step, has no axis for rows."""
+    B, K, rows = slots.shape
+    row = lambda x: x if rows > 1 else x[:, :, 0]
+    places = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+    at = tuple(map(row, (*places[: kv.pos.ndim - 1], slots)))  # a pool's slots are of all heads
+    write = lambda x, new: write_rows(x, at, new, rows == 1)
+    return with_rows(kv, row(k), row(v), row(pos), write, lambda x: write(x, 0))
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:

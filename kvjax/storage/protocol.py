@@ -182,16 +182,11 @@ class Storage(abc.ABC):
 
     def replace(self: S, **fields: Any) -> S:
         """The same storage with other fields."""
-        this: Any = self
-        return dataclasses.replace(this, **fields)
+        return dataclasses.replace(self, **fields)
 
     def laid_out(self: S) -> S:
         """The same storage, sharded over its mesh."""
         return laid_out(self, self.how.mesh, self.axes)
-
-    def take(self: S, rows: Any) -> S:
-        """The sequences `rows`, in that order."""
-        return jax.tree.map(lambda x: x[rows], self)
 
     def where(self: S, active: Bool[Array, "B"], old: S) -> S:
         """This storage for active sequences and `old` for others, whose dead slots may hold anything."""
