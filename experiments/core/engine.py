@@ -28,7 +28,7 @@ from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
 from kvjax.generation.beams import checked_search, rules_of, searched
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
 from kvjax.models import pad_left
-from kvjax.run.apply import HidesTokens, apply_policy
+from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_positions, end_ids
 from kvjax.run.layers import step
 from kvjax.run.mesh import on_mesh
@@ -308,7 +308,7 @@ class Engine:
         policy, own = with_params(made)
         self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
         self.at_once = batch_size
-        self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
+        self.mesh, self.params = mesh, on_mesh(model, params, mesh, batch_size)
         self.tokenizer, self.block, self.texts = tokenizer, block, texts
         self.forget()
         self.cost: Line = {}
@@ -431,7 +431,7 @@ class Engine:
     def _evicted(self, full: Full) -> tuple[Float[Array, "B V"], kvjax.State]:
         """The logits of a batch, and its state after the policy, in arrays of their own."""
         state = dataclasses.replace(full.state, params=self._own)
-        return jnp.copy(full.logits), jax.tree.map(jnp.copy, apply_policy(self.policy, state, full.stats, self.run_in))
+        return jnp.copy(full.logits), jax.tree.map(jnp.copy, state.applied(self.policy, full.stats, self.run_in))
 
     def run(
         self, prompts: Sequence[Prompt], shown: Collection[Example] = (), full: Full | None = None

@@ -333,8 +333,7 @@ def generate_beams(
     rules = length_penalty, early_stopping
     search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences, policy)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    if mesh is not None:
-        params = on_mesh(model, params, mesh, len(prompts.tokens))
+    params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
     logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
     most = state.plan.infos[0].max_new_tokens

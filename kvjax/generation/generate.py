@@ -95,8 +95,7 @@ def generate(
     check_model(model, params)
     ends = check_request(model, sampler, eos_ids, pad_id, key)
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), max_new_tokens
-    if mesh is not None:
-        params = on_mesh(model, params, mesh, len(prompts.tokens))
+    params = on_mesh(model, params, mesh, len(prompts.tokens))
     how: dict[str, Any] = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh}
     how |= {"buckets": buckets, "progress": progress}
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)

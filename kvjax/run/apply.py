@@ -1,7 +1,4 @@
-"""Applies policies to states: updates all layers, and stores what is kept.
-
-`State` is built on this module, which therefore names its class nowhere.
-"""
+"""Applies policies to states: updates all layers, and stores what is kept."""
 
 import dataclasses
 import functools
@@ -14,8 +11,9 @@ from jaxtyping import Array, Bool
 
 from kvjax.compose.evict import check_kept
 from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
-from kvjax.observe import Keys, Reread
-from kvjax.run.plan import Plan, learns, own_params, planned
+from kvjax.observe import Keys
+from kvjax.run.plan import Plan, learns, own_params, planned, rereads
+from kvjax.run.state import AttnStats, State
 from kvjax.storage import Storage, empty, to_pool
 
 
@@ -45,7 +43,7 @@ def compacted(
     return to_pool(view := kv.view(), capacity, policy.reserve(view, ctx)), lost
 
 
-def update_layers(state: Any, stats: Any) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
+def update_layers(state: State, stats: AttnStats) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
     """The layers after their policy's update, no slot moved, and the `Context` of each.
 
     Args:
@@ -72,7 +70,9 @@ def _update(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) ->
     return tuple(kv.put(y, x).laid_out() for kv, x, y in each)
 
 
-def evict_layers(state: Any, stats: Any, *, grow: bool = True, ends: bool = True) -> tuple[Any, list[Bool[Array, "B"]]]:
+def evict_layers(
+    state: State, stats: AttnStats, *, grow: bool = True, ends: bool = True
+) -> tuple[State, list[Bool[Array, "B"]]]:
     """The state after its policy's update, and by layer which sequences lost live tokens or have a fault.
 
     Args:
@@ -89,37 +89,27 @@ def evict_layers(state: Any, stats: Any, *, grow: bool = True, ends: bool = True
     return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept)), [full for _, full in kept]
 
 
-def check_layers_kept(state: Any) -> None:
+def check_layers_kept(state: State) -> None:
     """Refuses a known state with a layer that has a fault, or whose kept tokens are over the budget or not numbers."""
     steps = int((state.length > state.prompt_length).any()) and int(state.max_new_tokens.max())
     for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
         check_kept(policy, i, kv, state.hparams[i], steps)
 
 
-def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
+def check_lost(state: State, lost: list[Bool[Array, "B"]]) -> None:
     """Refuses a known state in which `evict_layers` found sequences that lost live tokens or have a fault."""
     if bool(jnp.stack(lost).any()):
         check_layers_kept(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
 
 
-def apply_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> Any:
-    """Updates a state by a policy. A whole prompt is compacted, too, into the slots of a plan if one is given."""
-    after, prompt = with_policy(policy, state, stats, plan), not state.ready
-    after = stored_for_policy(after) if prompt and after.plan.layers != state.plan.layers else after
-    after, lost = evict_layers(dataclasses.replace(after, steady=False), stats, grow=prompt)
-    if not isinstance(lost[0], jax.core.Tracer):
-        check_lost(after, lost)
-    return own_arrays(dataclasses.replace(after, steady=True))
-
-
-def own_arrays(state: Any) -> Any:
+def own_arrays(state: State) -> State:
     """The state with copies of all but its layers, so that donating it leaves the one before valid."""
     own = jax.device_put(dataclasses.replace(state, layers=()), may_alias=False)
     return dataclasses.replace(own, layers=state.layers)
 
 
-def with_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> Any:
+def with_policy(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = None) -> State:
     """A state with the plan and the data of a policy. The layers of a prompt are still as they were read.
 
     Args:
@@ -138,7 +128,7 @@ def with_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None
         policy, state.plan.infos, lengths, plan if prompt else state.plan, held=not prompt and state.plan.fitted
     )
     for i, p in enumerate(plan.layers):
-        if prompt and any(isinstance(o, Reread) and o not in stats.names[i] for o in p.observe("replay")):
+        if prompt and not {*rereads(p)} <= {*stats.names[i]}:
             raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")
         if missing := [o for o in p.observe(stats.phase) if o not in stats.names[i]]:
             raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
@@ -148,7 +138,7 @@ def with_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None
 
 
 @jax.jit
-def stored_for_policy(state: Any) -> Any:
+def stored_for_policy(state: State) -> State:
     """Stores a whole prompt, read under another policy, as the state's own policy wants it.
 
     Raises:
@@ -161,7 +151,7 @@ def stored_for_policy(state: Any) -> Any:
     return state
 
 
-def check_reads_all(state: Any, phase: Phase, so: str) -> None:
+def check_reads_all(state: State, phase: Phase, so: str) -> None:
     """Refuses a state's policy that hides live slots from rows, or weighs them. For traced code: nothing is computed.
 
     Args:

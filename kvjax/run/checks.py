@@ -12,8 +12,7 @@ from jaxtyping import PyTree
 
 from kvjax.contract import MOST, Config, Model, PRNGKey
 from kvjax.contract.checks import whole
-from kvjax.observe import Reread
-from kvjax.run.plan import Plan
+from kvjax.run.plan import Plan, rereads
 from kvjax.run.state import Prompts, State
 
 
@@ -178,8 +177,7 @@ def check_block(plan: Plan, block: int | None, width: int) -> int | None:
     """The tokens of a block that the policies allow, None where the prompt is read at once."""
     block = None if block is None else min(whole("block", block), width)
     for policy in plan.layers:
-        again = any(isinstance(o, Reread) for o in policy.observe("replay"))
-        wants = "whole" if again else policy.layout.prompt
+        wants = "whole" if rereads(policy) else policy.layout.prompt
         if wants == "whole" and block is not None and block < width:
             raise ValueError(
                 f"{type(policy).__name__} looks at the whole prompt at once, but block={block} reads {width} tokens in "

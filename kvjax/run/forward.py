@@ -21,7 +21,6 @@ from kvjax.run.checks import (
     traced,
 )
 from kvjax.run.layers import step
-from kvjax.run.reread import rereads
 from kvjax.run.state import AttnStats, State
 from kvjax.run.steps import checked_logits
 
@@ -85,7 +84,7 @@ def forward(
             f"{type(picky[0]).__name__} looks at a whole prompt, and at 1 token at a time behind it, but these are "
             f"{T}; read them one by one"
         )
-    if grow and evict and rereads(state):
+    if grow and evict and state.plan.again:
         raise ValueError("the policy reads prompts again, but forward(evict=True) reads them once; use kvjax.prefill")
     more = tuple(unique(o for p in observe for o in p.at(i, L).observe(phase)) for i in range(L)) if observe else ()
     how = {"evict": evict, "grow": grow, "gives": True, "observe": more}

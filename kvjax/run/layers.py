@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Stats, unique
+from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Rotate, Stats, unique
 from kvjax.observe import Keys
 from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.pallas_kernels.pytree import pytree, static
@@ -33,7 +33,6 @@ class Attend:
       pos: positions of the new tokens, `EMPTY` for padding.
       policy: that of the layer.
       observe: what is observed.
-      num_kv_heads: heads of the cache.
       evict: whether the policy decides.
       grow: whether new tokens get new slots, as while a prompt is read; otherwise they take dead ones.
       gives: whether what was observed is returned.
@@ -43,7 +42,6 @@ class Attend:
     pos: Int[Array, "B T"]
     policy: Policy = static(default=Policy())
     observe: tuple[Observation, ...] = static(default=())
-    num_kv_heads: int = static(default=1)
     evict: bool = static(default=True)
     grow: bool = static(default=True)
     gives: bool = static(default=False)
@@ -56,7 +54,7 @@ class Attend:
         v: Float[Array, "B _ T H"],
         *,
         layer: int,
-        rotate: Callable[..., Array],
+        rotate: Rotate,
         out_proj: Float[Array, "N H D"] | None = None,
         hidden: Float[Array, "B T D"] | None = None,
         logits: Logits = Logits(),
@@ -72,7 +70,7 @@ class Attend:
           logits: how the model's logits follow from products.
         """
         del layer
-        policy, pos, K = self.policy, self.pos, self.num_kv_heads
+        policy, pos, K = self.policy, self.pos, kv.fault.shape[1]
         ctx = dataclasses.replace(self.ctx, window=logits.window)
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
@@ -122,13 +120,10 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
         k: Float[Array, "B K T H"],
         v: Float[Array, "B K T H"],
         *,
-        layer: int,
-        rotate: Callable[..., Array],
-        out_proj: Any = None,
-        hidden: Any = None,
+        rotate: Rotate,
         logits: Logits = Logits(),
+        **_: Any,
     ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
-        del layer, out_proj, hidden
         places = jnp.broadcast_to(pos[:, None], k.shape[:3])
         q, k = rotate(q, pos[:, None]), rotate(k, pos[:, None])
         return attention(q, k, v, pos, places, logits=logits).out, cache, ()
@@ -248,8 +243,7 @@ def step(
         later = (Keys(),) if (gives or joint) and kv.how.positions == "rank" else ()  # decisions after all layers
         names.append(unique((*policy.observe(phase), *(observe[i] if observe else ()), *later)))
         how = {"evict": at_once, "grow": grow, "gives": gives or joint}
-        attend = Attend(state.context(i, phase, tokens), pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
-        inputs.append((kv, attend))
+        inputs.append((kv, Attend(state.context(i, phase, tokens), pos, policy, names[i], **how)))
 
     kinds, slots = [*zip(model.alike, plan.layers, strict=True)], plan.capacities
     shares = grow and isinstance(x, jax.core.Tracer)

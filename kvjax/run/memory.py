@@ -20,7 +20,7 @@ from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
 from kvjax.run.plan import Plan, infos_of, init_policy_params, planned
-from kvjax.run.reread import after_replay, block_rows, rereads
+from kvjax.run.reread import after_replay, block_rows
 from kvjax.run.state import AttnStats, State, empty_state, row_keys
 from kvjax.storage import Storage
 
@@ -126,7 +126,7 @@ def plan_memory(
     (plan, hparams), whole_plan = (planned(p, infos_of(config, p, T, new), lengths) for p in (policy, Policy()))
     state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, check_block(plan, block, T))
     full = read_shapes(config, Policy(), *whole_plan, lengths)[0]
-    again, layers = rereads(state), cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
+    again, layers = plan.again, cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
     return Memory(
         run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
         keys_values=_bytes([(kv.k, kv.v) for kv in layers]),
@@ -167,12 +167,11 @@ def read_shapes(
         around = jnp.zeros((N, H, D), config.dtype), jnp.zeros((B, T, D), config.dtype)
         each = []
         for i, (own, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
-            ctx, heads = state.context(i, "prefill", pos), plan.infos[i].num_kv_heads
-            attend = Attend(ctx, pos, own, names[i], heads, evict=False, gives=True)
+            attend = Attend(state.context(i, "prefill", pos), pos, own, names[i], evict=False, gives=True)
             each.append(_attended(attend, kv, q, k, *around))
         grown, seen = zip(*each, strict=True)
         state = dataclasses.replace(state, layers=grown)
-        return after_replay(state, AttnStats(seen, pos, names), rereads(state)), grown, seen
+        return after_replay(state, AttnStats(seen, pos, names)), grown, seen
 
     return jax.eval_shape(read)
 

@@ -80,8 +80,10 @@ def shard_params(model: Model, params: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.unflatten(structure, [one(x, axis) for x, axis in zip(leaves, axes, strict=True)])
 
 
-def on_mesh(model: Model, params: PyTree, mesh: Any, batch: int) -> PyTree:
-    """Checks a mesh, and places parameters on it."""
+def on_mesh(model: Model, params: PyTree, mesh: Mesh | None, batch: int) -> PyTree:
+    """Checks a mesh, and places parameters on it; None for none."""
+    if mesh is None:
+        return params
     check_mesh(mesh, model.config, batch)
     return shard_params(model, params, mesh)
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
-from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, value
+from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, unique, value
+from kvjax.observe import Reread
 
 _TILE = 8  # what sizes are rounded up to: rows of a tile that a kernel reads
 _STEP = 16  # the same, where sizes differ
@@ -40,6 +41,11 @@ class Plan:
         """Slots of one sequence, over all layers and kv heads."""
         each = zip(self.layers, self.infos, self.capacities, strict=True)
         return sum(n if policy.layout.pool else n * info.num_kv_heads for policy, info, n in each)
+
+    @property
+    def again(self) -> tuple[Reread, ...]:
+        """The ways in which any layer wants the prompt to be repeated."""
+        return unique(o for policy in self.layers for o in rereads(policy))
 
     @functools.cached_property
     def decoding(self) -> "Plan":
@@ -293,6 +299,11 @@ def layer_params(policy: Policy, info: LayerInfo, given: Any) -> Any:
             "init_policy_params, or others of their names and shapes"
         )
     return jax.tree.unflatten(tree, [here[n] for n in wanted])
+
+
+def rereads(policy: Policy) -> tuple[Reread, ...]:
+    """The ways in which a layer's policy wants the prompt to be repeated."""
+    return tuple(o for o in policy.observe("replay") if isinstance(o, Reread))
 
 
 def learns(policy: Policy, infos: tuple[LayerInfo, ...]) -> bool:

@@ -15,7 +15,7 @@ from kvjax.observe import Reread
 from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_model, check_positions, check_prompts, traced
 from kvjax.run.forward import forward
-from kvjax.run.plan import infos_of, learns, planned
+from kvjax.run.plan import infos_of, learns, planned, rereads
 from kvjax.run.reread import check_rereads, repeated
 from kvjax.run.state import AttnStats, Prompts, State
 from kvjax.run.steps import read_prompts, start
@@ -49,8 +49,7 @@ def stored_as(policy: Policy, num_layers: int) -> Stored:
     """How the prompt must be stored in every layer, and read again, so that the policy can be applied to it."""
     each = [policy.at(i, num_layers) for i in range(num_layers)]
     kept = lambda x: Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head)
-    again = unique(o for p in each for o in p.observe("replay") if isinstance(o, Reread))
-    return Stored(tuple(kept(p.layout) for p in each), again)
+    return Stored(tuple(kept(p.layout) for p in each), unique(o for p in each for o in rereads(p)))
 
 
 def read_whole(
@@ -78,12 +77,11 @@ def read_whole(
     if not traced(prompts.lengths):
         check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
     if stored.again:
-        check_rereads(model, state, stored.again, not traced(*prompts))
+        check_rereads(model, state.plan, not traced(*prompts))
     how = {"valid": prompts.lengths, "observe": tuple(dict.fromkeys(policies))}
     logits, state, stats = forward(model, params, prompts.tokens, state, **how)
     if stored.again:
-        known = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-        stats = repeated(model, params, *known, state, stats, stored.again)
+        stats = repeated(model, params, np.asarray(prompts.tokens), np.asarray(prompts.lengths), state, stats)
     return logits, state, stats
 
 

@@ -15,7 +15,6 @@ from kvjax.compose.evict import evicts
 from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats
 from kvjax.decide.rewrite import Match
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.run import apply
 from kvjax.run.plan import Plan, fitted, own_params
 from kvjax.storage import Storage, empty
 
@@ -95,12 +94,13 @@ class State:
             )
         return dataclasses.replace(taken, params=self.params)
 
-    def applied(self, policy: Policy, stats: AttnStats) -> "State":
+    def applied(self, policy: Policy, stats: AttnStats, plan: Plan | None = None) -> "State":
         """Updates the state by a policy: `policy(state, stats)`.
 
         Args:
           policy: any policy, that of the state or another one.
           stats: what `forward` observed.
+          plan: of a whole prompt, sizes of a larger budget, whose slots and programs are used.
 
         Raises:
           ValueError: something that the policy wants to see was not observed; a prompt that was read in a way that the
@@ -108,7 +108,14 @@ class State:
         """
         if not isinstance(stats, AttnStats):
             raise ValueError(f"stats is a {type(stats).__name__}, not an AttnStats, such as kvjax.forward gives")
-        return apply.apply_policy(policy, self, stats)
+        from kvjax.run import apply  # which is built on this class
+
+        after, prompt = apply.with_policy(policy, self, stats, plan), not self.ready
+        after = apply.stored_for_policy(after) if prompt and after.plan.layers != self.plan.layers else after
+        after, lost = apply.evict_layers(dataclasses.replace(after, steady=False), stats, grow=prompt)
+        if not isinstance(lost[0], jax.core.Tracer):
+            apply.check_lost(after, lost)
+        return apply.own_arrays(dataclasses.replace(after, steady=True))
 
     def fit(self) -> "State":
         """The state with the slots alone that its tokens need, and those that may still come. Outside of `jit`.
@@ -124,6 +131,8 @@ class State:
             raise ValueError("the sizes of a traced state are fixed; fit it outside of jit")
         if not self.ready:
             raise ValueError("the state holds no prompt that was read to its end; fit what kvjax.prefill returns")
+        from kvjax.run import apply
+
         plan, layers = fitted(self.plan, self.num_needed.max(0)), list(self.layers)
         for i, (policy, n) in enumerate(zip(plan.layers, plan.capacities, strict=True)):
             if n < self.plan.capacities[i]:

@@ -34,7 +34,7 @@ from kvjax.run.checks import (
 from kvjax.run.layers import step
 from kvjax.run.mesh import check_mesh, on_mesh, placed
 from kvjax.run.plan import Plan, plan_request
-from kvjax.run.reread import check_rereads, repeated, rereads
+from kvjax.run.reread import check_rereads, repeated
 from kvjax.run.state import Prompts, State, empty_state, row_keys
 
 
@@ -129,8 +129,7 @@ def prefill(
     """
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    if mesh is not None:
-        params = on_mesh(model, params, mesh, len(prompts.tokens))
+    params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh, "progress": progress}
     return read_prompts(model, params, prompts, policy, max_new_tokens, **how)
 
@@ -167,12 +166,11 @@ def read_prompts(
     how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
     state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
     state = state if mesh is None else placed(state, mesh)
-    again = rereads(state)
-    if again:
-        check_rereads(model, state, again, known)
+    if plan.again:
+        check_rereads(model, plan, known)
     xp: Any = np if known else jnp
     num, L = 1 if block is None else -(-T // block), len(state.layers)
-    total = L * (num + sum(len([*how.firsts(plan.infos[0].prompt_len)]) for how in again))
+    total = L * (num + sum(len([*how.firsts(plan.infos[0].prompt_len)]) for how in plan.again))
     with tqdm(total=total, desc="prompt", unit="layer", disable=None if progress is None else not progress) as bar:
         read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
         if block is not None:
@@ -192,9 +190,9 @@ def read_prompts(
             logits, state, _ = read(tokens[:, -block:], state, xp.minimum(lengths, block))
             return checked_logits(logits, state), state
         tokens = xp.pad(prompts.tokens, ((0, 0), (plan.infos[0].prompt_len - T, 0)))
-        logits, state, stats = read(tokens, state, lengths, evict=not again, gives=bool(again))
-        if again and stats is not None:
-            stats = repeated(model, params, tokens, np.asarray(lengths), state, stats, again, bar.update)
+        logits, state, stats = read(tokens, state, lengths, evict=not plan.again, gives=bool(plan.again))
+        if plan.again and stats is not None:
+            stats = repeated(model, params, tokens, np.asarray(lengths), state, stats, bar.update)
             state, lost = evict_layers(state, stats)
             check_lost(state, lost)
         return checked_logits(logits, state), state

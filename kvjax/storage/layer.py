@@ -278,7 +278,7 @@ def filled(kv: Any, k: Array, v: Array, pos: Array, slots: Array) -> Any:
     places = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     at = tuple(map(row, (*places[: kv.pos.ndim - 1], slots)))  # a pool's slots are of all heads
     write = lambda x, new: write_rows(x, at, new, rows == 1)
-    return with_rows(kv, row(k), row(v), row(pos), write, lambda x: write(x, 0))
+    return with_rows(kv, k, v, pos, lambda x, new: write(x, row(new)), lambda x: write(x, 0))
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
