@@ -331,7 +331,7 @@ def generate_beams(
     """
     check_model(model, params)
     rules = length_penalty, early_stopping
-    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences, policy)
+    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
     params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
@@ -351,7 +351,6 @@ def checked_search(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     num_return_sequences: Size = 1,
-    policy: Policy = Policy(),
 ) -> dict[str, Any]:
     """Checks the options of a search, and returns the static ones of `searched`."""
     eos = tuple(sorted(set(check_request(model, Greedy(), eos_ids, pad_id, None))))

@@ -99,9 +99,9 @@ def generate(
     how: dict[str, Any] = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh}
     how |= {"buckets": buckets, "progress": progress}
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)
-    seen = seen_of(model, prompts) if sampler.reads_seen else None
-    at = begin(logits, state, seen, sampler=sampler, ends=ends)
-    return _generated(model, params, at, steps, state.plan.infos[0].max_new_tokens, sampler, ends, pad_id, True)
+    seen = seen_tokens(prompts, model.config.vocab_size) if sampler.reads_seen else None
+    how = {"sampler": sampler, "ends": ends, "pad_id": pad_id, "in_place": True}
+    return _generated(model, params, logits, state, seen, steps, state.plan.infos[0].max_new_tokens, **how)
 
 
 def generate_from(
@@ -135,9 +135,9 @@ def generate_from(
     ends = check_request(model, sampler, eos_ids, pad_id, state.keys)
     check_room(state, max_new_tokens - 1)
     read = _already_read(model, tokens, state) if sampler.reads_seen or tokens is not None else None
-    seen = seen_of(model, read) if sampler.reads_seen and read is not None else None
-    at = begin(logits, state, seen, sampler=sampler, ends=ends)
-    return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)
+    seen = seen_tokens(read, model.config.vocab_size) if sampler.reads_seen and read is not None else None
+    how = {"sampler": sampler, "ends": ends, "pad_id": pad_id}
+    return _generated(model, params, logits, state, seen, max_new_tokens, max_new_tokens, **how)
 
 
 def _already_read(model: Model, tokens: Any, state: State) -> Prompts:
@@ -150,32 +150,22 @@ def _already_read(model: Model, tokens: Any, state: State) -> Prompts:
     return check_rows(model, tokens, state.length, len(state.length))
 
 
-def seen_of(model: Model, prompts: Prompts) -> Bool[Array, "B V"]:
-    """Which tokens of the vocabulary each prompt has, for samplers that ask."""
-    return seen_tokens(jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths), model.config.vocab_size)
-
-
 def _generated(
-    model: Model,
-    params: PyTree,
-    at: Decoding,
-    steps: int,
-    most: int,
-    sampler: Sampler,
-    ends: tuple[int, ...],
-    pad_id: Amount,
-    in_place: bool,
+    model: Model, params: PyTree, logits: Array, state: State, seen: Array | None, steps: int, most: int, **how: Any
 ) -> Generation:
-    """Generates `steps` tokens, the first of which is drawn, in a program for `most`."""
+    """Generates `steps` tokens in a program for `most`."""
+    ends = how["ends"]
+    at = begin(logits, state, seen, sampler=how["sampler"], ends=ends)
     count = jnp.int32(steps - 1) if most > 1 and (ends or steps < most) else None  # no loop of no steps
-    how: dict[str, Any] = {"chunk": most - 1, "sampler": sampler, "ends": ends, "pad_id": pad_id}
-    found, after = decoded(model, params, at, None, count, in_place=in_place, **how)
+    found, after = decoded(model, params, at, None, count, chunk=most - 1, **how)
     each = _joined(at.token, at.log_prob, found.tokens, found.log_probs, steps=steps, ends=ends)
-    return Generation(each[0], each[1], each[2], after.state)
+    return Generation(*each, after.state)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "ends"))
-def _joined(token: Any, probability: Any, tokens: Any, probabilities: Any, *, steps: int, ends: Any):
+def _joined(
+    token: Array, probability: Array, tokens: Array, probabilities: Array, *, steps: int, ends: tuple[int, ...]
+) -> tuple[Array, Array, Array]:
     tokens = jnp.concatenate([token[None], tokens])[:steps].T
     probabilities = jnp.concatenate([probability[None], probabilities])[:steps].T
     ended = jnp.isin(tokens, jnp.asarray(ends, jnp.int32))

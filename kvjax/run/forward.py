@@ -12,14 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from kvjax.contract import Model, Policy, unique
 from kvjax.run.apply import own_arrays
-from kvjax.run.checks import (
-    as_array,
-    check_block,
-    check_ids,
-    check_model,
-    check_room,
-    traced,
-)
+from kvjax.run.checks import as_array, check_block, check_ids, check_model, check_room, traced
 from kvjax.run.layers import step
 from kvjax.run.state import AttnStats, State
 from kvjax.run.steps import checked_logits

@@ -183,11 +183,7 @@ def layer_step(
 
 @functools.partial(jax.jit, static_argnames=("model", "every"))
 def head(
-    model: Model,
-    params: PyTree,
-    x: Float[Array, "B T D"],
-    lost: tuple[Bool[Array, "B _"], ...],
-    every: bool = False,
+    model: Model, params: PyTree, x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...], every: bool = False
 ) -> Float[Array, "B *T V"]:
     """Logits after the last column, or every one, NaN for sequences that have lost tokens in a layer or a head."""
     logits = model.head(params, x) if every else model.head(params, x[:, -1:])[:, -1]

@@ -249,11 +249,7 @@ def decode_step(
 
 
 def decode(
-    model: Model,
-    params: PyTree,
-    token: Int[Array, "B"],
-    state: State,
-    active: Bool[Array, "B"] | None = None,
+    model: Model, params: PyTree, token: Int[Array, "B"], state: State, active: Bool[Array, "B"] | None = None
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads one checked token of every sequence, and evicts.
 
