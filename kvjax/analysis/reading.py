@@ -313,8 +313,8 @@ class _Following:
         logits: Logits = Logits(),
         **how: Any,
     ) -> Any:
-        out, after, ((mass,), _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, logits=logits, **how)
-        mass = mass[..., : kv.pos.shape[2]] / q.shape[2]
+        out, after, (seen, _) = self.attend(kv, q, k, v, rotate=rotate, out_proj=out_proj, logits=logits, **how)
+        mass = seen[_MASS][..., : kv.pos.shape[2]] / q.shape[2]
         return out, after, Later(q, k, v, out, mass, out_proj, logits, rotate=rotate)
 
 

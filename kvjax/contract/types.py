@@ -275,6 +275,11 @@ class Stats(dict[Any, Any]):
         return f"There is {there or 'nothing: attention is stats[Rows()], where observe= has Rows()'}"
 
 
+jax.tree_util.register_pytree_node(
+    Stats, lambda x: (tuple(x.values()), tuple(x)), lambda names, found: Stats(zip(names, found, strict=True))
+)
+
+
 @pytree
 class Reads:
     """Which of the live slots the rows of one call read: all, unless a field is given.

@@ -158,8 +158,9 @@ def _generated(
     at = begin(logits, state, seen, sampler=how["sampler"], ends=ends)
     count = jnp.int32(steps - 1) if most > 1 and (ends or steps < most) else None  # no loop of no steps
     found, after = decoded(model, params, at, None, count, chunk=most - 1, **how)
-    each = _joined(at.token, at.log_prob, found.tokens, found.log_probs, steps=steps, ends=ends)
-    return Generation(*each, after.state)
+    drawn = at.token, at.log_prob, found.tokens, found.log_probs
+    tokens, lengths, log_probs = _joined(*drawn, steps=steps, ends=ends)
+    return Generation(tokens, lengths, log_probs, after.state)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "ends"))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,14 +55,15 @@ def update_layers(state: State, stats: AttnStats) -> tuple[tuple[Storage, ...], 
     layers: list[Storage] = []
     for policy, run in runs:
         of = lambda x, run=run: tuple(x[i] for i in run)
-        layers += _update(of(state.layers), of(stats.layers), of(ctxs), policy=policy, names=of(stats.names))
+        layers += _update(of(state.layers), of(stats.layers), of(ctxs), policy=policy)
     return tuple(layers), ctxs
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "names"))
-def _update(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -> tuple[Storage, ...]:
-    """Layers after a policy's update, from what was observed of each under these names."""
-    stats = tuple(Stats(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
+@functools.partial(jax.jit, static_argnames=("policy",))
+def _update(
+    layers: tuple[Storage, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...], *, policy: Policy
+) -> tuple[Storage, ...]:
+    """Layers after a policy's update, from what was observed of each."""
     views = tuple(kv.told(lambda k, _, own=own: own.get(Keys(), k)) for kv, own in zip(layers, stats, strict=True))
     found = policy.update_layers(views, stats, ctxs)
     each = zip(layers, found, views, strict=True)
@@ -128,9 +128,9 @@ def with_policy(policy: Policy, state: State, stats: AttnStats, plan: Plan | Non
         policy, state.plan.infos, lengths, plan if prompt else state.plan, held=not prompt and state.plan.fitted
     )
     for i, p in enumerate(plan.layers):
-        if prompt and not {*rereads(p)} <= {*stats.names[i]}:
+        if prompt and not {*rereads(p)} <= {*stats.of(i)}:
             raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")
-        if missing := [o for o in p.observe(stats.phase) if o not in stats.names[i]]:
+        if missing := [o for o in p.observe(stats.phase) if o not in stats.of(i)]:
             raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
     infos = state.plan.infos
     params = own_params(policy, infos, state.params) if learns(policy, infos) else ()

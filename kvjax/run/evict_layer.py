@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.compose.evict import check_kept
-from kvjax.contract import Amount, Context, LayerInfo, Policy, PRNGKey, Size, Stats, compiled
+from kvjax.contract import Amount, Context, LayerInfo, Policy, PRNGKey, Size, compiled
 from kvjax.contract.checks import whole
 from kvjax.pallas_kernels.kinds import Arrays
 from kvjax.run.checks import as_array, check_lengths
@@ -79,12 +79,12 @@ def evict_layer(
     q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
     kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes)
-    program, names = compiled(policy), policy.observe("prefill")
-    attend = Attend(ctx, pos, program, names, evict=not policy.joint, gives=True)
+    program = compiled(policy)
+    attend = Attend(ctx, pos, program, policy.observe("prefill"), evict=not policy.joint, gives=True)
     how = {"layer": layer, "rotate": lambda x, pos: x, "out_proj": out_proj, "hidden": hidden}
-    _, kv, (found, _) = attend(kv, q, k, v, **how)
+    _, kv, (stats, _) = attend(kv, q, k, v, **how)
     if policy.joint:
-        kv = program.update_layers((kv,), (Stats(zip(names, found, strict=True)),), (ctx,))[0]
+        kv = program.update_layers((kv,), (stats,), (ctx,))[0]
     if not isinstance(kv.pos, jax.core.Tracer):
         check_kept(policy, layer, kv, hparams)
     return cast(Layer, kv)

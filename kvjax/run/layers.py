@@ -58,7 +58,7 @@ class Attend:
         out_proj: Float[Array, "N H D"] | None = None,
         hidden: Float[Array, "B T D"] | None = None,
         logits: Logits = Logits(),
-    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B K"], ...]]]:
+    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[Stats, tuple[Bool[Array, "B K"], ...]]]:
         """Returns the attention output, the cache after, and (statistics if `gives`, which heads lost tokens).
 
         Args:
@@ -91,20 +91,20 @@ class Attend:
         if (entered := policy.enter(view, at, ctx)) is not view:
             kv = kv.put(view, entered)
             at = inputs(kv)
-        found = {o: o(at) for o in self.observe}
+        found = Stats((o, o(at)) for o in self.observe)
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
         reads = policy.reads(kv.told(rotate), at, ctx)
         own = self.grow and reads is None and pos.shape[1] == kv.pos.shape[-1]  # a whole prompt
         out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, logits=logits, own=own)
-        found |= dict(zip(columns, out.columns, strict=True))
+        found.update(zip(columns, out.columns, strict=True))
         if self.evict:
             view = kv.told(rotate)
-            kv = kv.put(view, policy.update(view, Stats(found), ctx))
+            kv = kv.put(view, policy.update(view, found, ctx))
         lost = ()
         if slots is not None:
             gone = (slots == kv.pos.shape[-1]) | kv.fault[..., None]
             lost = ((gone & (pos != EMPTY)[:, None]).any(2),)
-        return out.out, kv, (tuple(found.values()) if self.gives else (), lost)
+        return out.out, kv, (found if self.gives else Stats(), lost)
 
 
 def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
@@ -234,12 +234,12 @@ def step(
         tokens, valid = on_rows((tokens, valid), mesh)
     x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
     state = dataclasses.replace(state, length=length)
-    at_once, names, inputs = evict and not joint, [], []
+    at_once, inputs = evict and not joint, []
     for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
         later = (Keys(),) if (gives or joint) and kv.how.positions == "rank" else ()  # decisions after all layers
-        names.append(unique((*policy.observe(phase), *(observe[i] if observe else ()), *later)))
+        sees = unique((*policy.observe(phase), *(observe[i] if observe else ()), *later))
         how = {"evict": at_once, "grow": grow, "gives": gives or joint}
-        inputs.append((kv, Attend(state.context(i, phase, tokens), pos, policy, names[i], **how)))
+        inputs.append((kv, Attend(state.context(i, phase, tokens), pos, policy, sees, **how)))
 
     kinds, slots = [*zip(model.alike, plan.layers, strict=True)], plan.capacities
     shares = grow and isinstance(x, jax.core.Tracer)
@@ -267,7 +267,7 @@ def step(
         layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
     ready = state.ready or (at_once and ends)
     state = dataclasses.replace(state, layers=layers, ready=ready, steady=evict and state.steady)
-    stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
+    stats = AttnStats(seen, tokens, phase) if joint or gives else None
     if stats is not None and joint and evict:
         state, full = evict_layers(state, stats, grow=grow, ends=ends)
         lost = (*lost, *(x[:, None] for x in full)) if phase == "prefill" else lost

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Int, PyTree
 
 from kvjax.contract import Amount, Config, Policy, Size
-from kvjax.observe import Reread
 from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
@@ -126,7 +125,7 @@ def plan_memory(
     (plan, hparams), whole_plan = (planned(p, infos_of(config, p, T, new), lengths) for p in (policy, Policy()))
     state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, check_block(plan, block, T))
     full = read_shapes(config, Policy(), *whole_plan, lengths)[0]
-    again, layers = plan.again, cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
+    layers = cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
     return Memory(
         run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
         keys_values=_bytes([(kv.k, kv.v) for kv in layers]),
@@ -135,7 +134,7 @@ def plan_memory(
         weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
         sequences=_bytes(dataclasses.replace(state, layers=())),
         full=_bytes(full),
-        **_reading(config, state, grown, seen, again, T if block is None else min(block, T)),
+        **_reading(config, plan, grown, seen, B, T if block is None else min(block, T)),
     )
 
 
@@ -162,16 +161,16 @@ def read_shapes(
         learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
         how = {"keys": keys, "policy_params": learned if jax.tree.leaves(learned) else None}
         state = empty_state(config, policy, plan, hparams, lengths, steps, slots=block is not None, **how)
-        pos, names = jnp.zeros((B, T), jnp.int32), tuple(p.observe("prefill") for p in plan.layers)
+        pos = jnp.zeros((B, T), jnp.int32)
         q, k = (jnp.zeros((B, heads, T, H), config.dtype) for heads in (N, K))
         around = jnp.zeros((N, H, D), config.dtype), jnp.zeros((B, T, D), config.dtype)
         each = []
         for i, (own, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
-            attend = Attend(state.context(i, "prefill", pos), pos, own, names[i], evict=False, gives=True)
+            attend = Attend(state.context(i, "prefill", pos), pos, own, own.observe("prefill"), evict=False, gives=True)
             each.append(_attended(attend, kv, q, k, *around))
         grown, seen = zip(*each, strict=True)
         state = dataclasses.replace(state, layers=grown)
-        return after_replay(state, AttnStats(seen, pos, names)), grown, seen
+        return after_replay(state, AttnStats(seen, pos)), grown, seen
 
     return jax.eval_shape(read)
 
@@ -185,15 +184,10 @@ def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden
 
 
 def _reading(
-    config: Config,
-    state: State,
-    grown: tuple[Storage, ...],
-    seen: tuple[Any, ...],
-    again: tuple[Reread, ...],
-    rows: int,
+    config: Config, plan: Plan, grown: tuple[Storage, ...], seen: tuple[Any, ...], B: int, rows: int
 ) -> dict[str, int]:
     """The bytes of `Memory` that reading takes, those of the pass and the layer that takes most."""
-    B, N, size = len(state.length), config.num_query_heads, jnp.dtype(config.dtype).itemsize
+    N, size = config.num_query_heads, jnp.dtype(config.dtype).itemsize
     D, M = getattr(config, "embed_dim", 0), getattr(config, "mlp_dim", 0)
 
     def of_rows(rows: int, slots: int, heads: int, cache: int, observed: int, scratch: int = 0) -> dict[str, int]:
@@ -203,12 +197,12 @@ def _reading(
         attention = width(2 * N * config.head_dim) + observed + max(logits, scratch)
         return {"cache": cache, "attention": attention, "feed_forward": width(3 * M)}
 
-    together = _bytes((grown, seen)) if state.plan.policy.joint or again else 0
+    together = _bytes((grown, seen)) if plan.policy.joint or plan.again else 0
     passes = []
-    for kv, found, info in zip(grown, seen, state.plan.infos, strict=True):
+    for kv, found, info in zip(grown, seen, plan.infos, strict=True):
         slots, heads, cache = kv.pos.shape[-1], info.num_kv_heads, _bytes(kv)
         passes.append(of_rows(rows, slots, heads, max(cache, together), _bytes(found)))
-        for how in again:
+        for how in plan.again:
             R = how.most(info.prompt_len)
             keys = how.sinks + how.size(info.prompt_len) + R
             scratch = 2 * 4 * B * N * block_rows(R, B * N, keys) * keys

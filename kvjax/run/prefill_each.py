@@ -131,24 +131,15 @@ def prefill_each(
         if learns(policy, plan.infos):
             raise ValueError(f"{name}: the policy has learned parameters; use kvjax.prefill(..., policy_params=)")
         groups.setdefault(stored_as(policy, L), []).append(name)
-    return _each(model, params, prompts, steps, policies, groups, key)
 
+    def each() -> Iterator[tuple[str, Float[Array, "B V"], State]]:
+        for stored, names in groups.items():
+            own = {"policies": [policies[name] for name in names], "stored": stored, "key": key}
+            logits, state, stats = read_whole(model, params, prompts, steps, **own)
+            for name in names:
+                try:
+                    yield name, logits, policies[name](state, stats)
+                except HidesTokens:  # rows of its prompt read less than is stored
+                    yield name, *read_prompts(model, params, prompts, policies[name], steps, key=key)
 
-def _each(
-    model: Model,
-    params: PyTree,
-    prompts: Prompts,
-    steps: int,
-    policies: Mapping[str, Policy],
-    groups: Mapping[Stored, Sequence[str]],
-    key: PRNGKey,
-) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
-    """`prefill_each` for policies by how prompts are stored for them."""
-    for stored, names in groups.items():
-        own = {"policies": [policies[name] for name in names], "stored": stored, "key": key}
-        logits, state, stats = read_whole(model, params, prompts, steps, **own)
-        for name in names:
-            try:
-                yield name, logits, policies[name](state, stats)
-            except HidesTokens:  # rows of its prompt read less than is stored
-                yield name, *read_prompts(model, params, prompts, policies[name], steps, key=key)
+    return each()

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, Model, Rotate
+from kvjax.contract import EMPTY, Model, Rotate, Stats
 from kvjax.observe import Queries, Reread
 from kvjax.pallas_kernels import Logits
 from kvjax.pallas_kernels.columns import accumulator
@@ -85,8 +85,8 @@ def after_replay(state: State, stats: AttnStats) -> State:
 
 
 def _with(stats: AttnStats, how: Reread, found: list[Array]) -> AttnStats:
-    layers = tuple((*x, y) for x, y in zip(stats.layers, found, strict=True))
-    return dataclasses.replace(stats, layers=layers, names=tuple((*x, how) for x in stats.names))
+    layers = tuple(Stats({**x, how: y}) for x, y in zip(stats.layers, found, strict=True))
+    return dataclasses.replace(stats, layers=layers)
 
 
 @pytree

@@ -9,10 +9,11 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 _LONGEST_PERIOD = 8  # layers after which kinds may repeat
+_Layer = Callable[[int, Array, PyTree, Any], tuple[Array, Any]]
 
 
 def each_layer(
-    layer: Callable[..., tuple[Array, Any]],
+    layer: _Layer,
     x: Array,
     params: Sequence[Any],
     inputs: Sequence[Any],
@@ -33,7 +34,9 @@ def each_layer(
     done: list[Any] = []
     for start, period, times in [(0, len(inputs), 1)] if kinds is None else _runs(kinds, params, inputs):
         stop = start + period * times
-        if at_once := times > 1 and _keeps_type(layer, start, x, params[start], inputs[start]):
+        after = lambda x, i=start: layer(i, x, params[i], inputs[i])[0]
+        # parameters of another dtype may change the residual stream's
+        if at_once := times > 1 and jax.eval_shape(after, x) == jax.eval_shape(lambda x: x, x):
             x, found = _repeated(layer, start, x, params[start:stop], inputs[start:stop], times)
             done += found
         for i in range(start, stop):
@@ -59,12 +62,7 @@ def _runs(kinds: Sequence[Hashable], params: Sequence[Any], inputs: Sequence[Any
 
 
 def _repeated(
-    layer: Callable[..., tuple[Array, Any]],
-    start: int,
-    x: Array,
-    params: Sequence[Any],
-    inputs: Sequence[Any],
-    times: int,
+    layer: _Layer, start: int, x: Array, params: Sequence[Any], inputs: Sequence[Any], times: int
 ) -> tuple[Array, list[Any]]:
     """Layers from `start` on, whose kinds repeat so many times."""
     period, tree = len(inputs) // times, jax.tree.structure
@@ -87,11 +85,6 @@ def _repeated(
     ]
     x, found = lax.scan(step, x, (jnp.arange(times), stacked))
     return x, [jax.tree.map(lambda y, t=t: y[t], one) for t in range(times) for one in found]
-
-
-def _keeps_type(layer: Callable[..., tuple[Array, Any]], i: int, x: Array, params: PyTree, here: Any) -> bool:
-    """Whether the residual stream has the same dtype after a layer, unlike under parameters of another dtype."""
-    return jax.eval_shape(lambda x: layer(i, x, params, here)[0], x) == jax.eval_shape(lambda x: x, x)
 
 
 def _times(kinds: Sequence[Hashable], start: int, period: int) -> int:

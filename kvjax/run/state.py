@@ -33,18 +33,16 @@ class AttnStats:
     Attributes:
       layers: for each layer, the arrays that its observations gave.
       tokens: the ids that were read.
-      names: for each layer, the observations, in the order of the arrays.
       phase: whether a prompt was read or a token decoded.
     """
 
-    layers: tuple[tuple[Any, ...], ...]
+    layers: tuple[Stats, ...]
     tokens: Int[Array, "B T"] | None = None
-    names: tuple[tuple[Any, ...], ...] = static(default=())
     phase: Phase = static(default="prefill")
 
     def of(self, layer: int) -> Stats:
         """The arrays of one layer, by observation."""
-        return Stats(zip(self.names[layer], self.layers[layer], strict=True))
+        return self.layers[layer]
 
 
 @pytree
