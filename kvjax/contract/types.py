@@ -1,6 +1,7 @@
 """Arguments of policies: sizes on the host; the layer, the context and statistics in traced code."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -208,13 +209,8 @@ class Context:
 
     def seed(self, *salts: int) -> UInt32[Array, "B"]:
         """A random number for each sequence and layer, the same at every step."""
-
-        def bits(key: Key[Array, ""]) -> UInt32[Array, ""]:
-            for salt in (self.layer, *salts):
-                key = jax.random.fold_in(key, salt)
-            return jax.random.bits(key, (), jnp.uint32)
-
-        return jax.vmap(bits)(self.keys)
+        folded = lambda key: functools.reduce(jax.random.fold_in, (self.layer, *salts), key)
+        return jax.vmap(lambda key: jax.random.bits(folded(key), (), jnp.uint32))(self.keys)
 
     def uniform(self, pos: Int[Array, "B K S"], shared: bool = False) -> Float[Array, "B K S"]:
         """A random number in (0, 1) for every slot, new at every step; with `shared`, the same in all heads."""

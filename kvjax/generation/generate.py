@@ -30,7 +30,7 @@ from kvjax.run.checks import (
 )
 from kvjax.run.mesh import on_mesh
 from kvjax.run.plan import Plan
-from kvjax.run.state import Prompts, State
+from kvjax.run.state import State
 from kvjax.run.steps import read_prompts
 
 
@@ -134,20 +134,19 @@ def generate_from(
     check_logits(model, state, logits)
     ends = check_request(model, sampler, eos_ids, pad_id, state.keys)
     check_room(state, max_new_tokens - 1)
-    read = _already_read(model, tokens, state) if sampler.reads_seen or tokens is not None else None
-    seen = seen_tokens(read, model.config.vocab_size) if sampler.reads_seen and read is not None else None
+    seen = None
+    if tokens is not None:
+        tokens = as_array("tokens", tokens, np.integer, (len(state.length), None), "integers, one row a sequence")
+        if not traced(state.length) and (most := int(np.max(state.length))) > tokens.shape[1]:
+            raise ValueError(
+                f"the state has read {most} tokens, but tokens= holds {tokens.shape[1]} a sequence; give all"
+            )
+        read = check_rows(model, tokens, state.length, len(state.length))
+        seen = seen_tokens(read, model.config.vocab_size) if sampler.reads_seen else None
+    elif sampler.reads_seen:
+        raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
     how = {"sampler": sampler, "ends": ends, "pad_id": pad_id}
     return _generated(model, params, logits, state, seen, max_new_tokens, max_new_tokens, **how)
-
-
-def _already_read(model: Model, tokens: Any, state: State) -> Prompts:
-    """Tokens that a state has read, for samplers."""
-    if tokens is None:
-        raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
-    tokens = as_array("tokens", tokens, np.integer, (len(state.length), None), "integers, one row a sequence")
-    if not traced(state.length) and (most := int(np.max(state.length))) > tokens.shape[1]:
-        raise ValueError(f"the state has read {most} tokens, but tokens= holds {tokens.shape[1]} a sequence; give all")
-    return check_rows(model, tokens, state.length, len(state.length))
 
 
 def _generated(

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from kvjax.compose.evict import check_kept
-from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
+from kvjax.contract import AttentionInputs, Context, Phase, Policy, Stats
 from kvjax.observe import Keys
 from kvjax.run.plan import Plan, learns, own_params, planned, rereads
 from kvjax.run.state import AttnStats, State
@@ -144,8 +144,22 @@ def stored_for_policy(state: State) -> State:
     Raises:
       ValueError: the policy cannot go on from a prompt that was read in this way.
     """
-    each = map(_stored_for, state.plan.layers, state.plan.infos, state.layers)
-    state = dataclasses.replace(state, layers=tuple(each))
+    layers = []
+    for policy, info, kv in zip(state.plan.layers, state.plan.infos, state.layers, strict=True):
+        view, layout = kv.view(), policy.layout
+        if jax.tree.leaves(view.memory) or view.log_weight is not None:
+            raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")
+        if layout.by_query_head and info.num_kv_heads != info.num_query_heads:
+            raise ValueError("this prompt's tokens are stored for kv heads, but the policy wants them for query heads")
+        new = empty(info, len(kv.pos), kv.k.dtype, policy.memory(info), layout, policy.writes, kv.pos.shape[2])
+        if (new.how.positions == "rank") != (kv.how.positions == "rank"):
+            raise ValueError(
+                'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
+                "without a pool"
+            )
+        how = dataclasses.replace(new.how, mesh=kv.how.mesh)
+        layers.append(new.replace(k=kv.k, v=kv.v, pos=kv.pos, fault=kv.fault, how=how))
+    state = dataclasses.replace(state, layers=tuple(layers))
     so = "so kvjax.prefill must read the prompt under it"
     jax.eval_shape(lambda state: check_reads_all(state, "prefill", so), state)
     return state
@@ -169,21 +183,3 @@ def check_reads_all(state: State, phase: Phase, so: str) -> None:
         told = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, lambda x, _: x, None, hidden)
         if policy.reads(kv.view(), told, ctx) is not None:
             raise HidesTokens(f"{type(policy).__name__} decides which of the live tokens a row reads, {so}")
-
-
-def _stored_for(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
-    """Stores a whole prompt's layer, read under a policy without memory, as another policy wants it."""
-    view = kv.view()
-    if jax.tree.leaves(view.memory) or view.log_weight is not None:
-        raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")
-    layout = policy.layout
-    if layout.by_query_head and info.num_kv_heads != info.num_query_heads:
-        raise ValueError("this prompt's tokens are stored for kv heads, but the policy wants them for query heads")
-    new = empty(info, len(kv.pos), kv.k.dtype, policy.memory(info), layout, policy.writes, kv.pos.shape[2])
-    if (new.how.positions == "rank") != (kv.how.positions == "rank"):
-        raise ValueError(
-            'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
-            "without a pool"
-        )
-    how = dataclasses.replace(new.how, mesh=kv.how.mesh)
-    return new.replace(k=kv.k, v=kv.v, pos=kv.pos, fault=kv.fault, how=how)

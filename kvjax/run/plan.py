@@ -191,8 +191,18 @@ def planned(
     found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, capacities)
     if plan is None:
         return found, hparams
-    # Of traced lengths there may be no prompt as long as the longest.
-    _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need, held)
+    if (plan.layers, plan.policy, plan.infos) != (found.layers, found.policy, found.infos):
+        raise ValueError(
+            "the plan is that of another policy or another run: fields other than budgets, the prompts' width or "
+            "max_new_tokens differ; make the plan from the same policy with a larger budget"
+        )
+    if traced:  # there may be no prompt as long as the longest
+        need = tuple(int(n.min()) for n in slots)
+    if not held and (short := [i for i in range(L) if need[i] > plan.capacities[i]]):
+        raise ValueError(
+            f"layer {short[0]} needs {need[short[0]]} slots, but the plan has {plan.capacities[short[0]]}; make the "
+            "plan from the largest budget that will run under it"
+        )
     return plan, hparams
 
 
@@ -226,23 +236,6 @@ def plan_request(
         return make(bucket(width), bucket(max_new_tokens), longest=bucket(width))
     except ValueError:
         return make(width, max_new_tokens)
-
-
-def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...], held: bool) -> None:
-    """Raises ValueError if a plan has fewer slots than needed, or differs from the one found in more than slots.
-
-    With `held` tokens are in their slots already, and no more are needed.
-    """
-    if (plan.layers, plan.policy, plan.infos) != (found.layers, found.policy, found.infos):
-        raise ValueError(
-            "the plan is that of another policy or another run: fields other than budgets, the prompts' width or "
-            "max_new_tokens differ; make the plan from the same policy with a larger budget"
-        )
-    if not held and (short := [i for i in range(len(need)) if need[i] > plan.capacities[i]]):
-        raise ValueError(
-            f"layer {short[0]} needs {need[short[0]]} slots, but the plan has {plan.capacities[short[0]]}; make the "
-            "plan from the largest budget that will run under it"
-        )
 
 
 def init_policy_params(

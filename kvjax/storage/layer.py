@@ -128,8 +128,14 @@ class Layer(LayerView, Storage):
         if reads.until is not None or reads.log_weight is not None:
             if index is not None:
                 raise ValueError("indices of slots cannot be combined with until or log_weight; give a mask")
-            if q.shape[2] > 1:
-                return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
+            if q.shape[2] > 1:  # rows read different slots: by the whole T x S matrix
+                row, wide = pos[:, None, :, None], lambda y: jnp.broadcast_to(y, read.shape)[:, :, None]
+                if reads.log_weight is not None:
+                    behind = row - read[:, :, None] >= wide(reads.delay)
+                    how["more"] = jnp.where(behind, wide(reads.log_weight), 0.0)
+                how["reads"] = None if reads.until is None else row < wide(reads.until)
+                found = reference.attention(q, keys, self.v, pos, read, bias, columns=statistics, **how)
+                return dataclasses.replace(found, out=found.out.astype(q.dtype))
             read, bias = of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
             return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, own=own, **how)
@@ -190,34 +196,6 @@ def _spread(x: Array, index: Int[Array, "B K R"], num_slots: int) -> Array:
     index = jnp.broadcast_to(index.reshape(*index.shape[:2], *(1,) * (x.ndim - 3), -1), x.shape)
     zeros = jnp.zeros((*x.shape[:-1], num_slots + 1), x.dtype)
     return jnp.put_along_axis(zeros, index, x, -1, inplace=False)[..., :num_slots]
-
-
-def _written_out(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    kv_pos: Int[Array, "B K S"],
-    bias: Float[Array, "B N S"] | None,
-    reads: Reads,
-    statistics: tuple[Columns, ...],
-    *,
-    logits: Logits,
-) -> Attention:
-    """Attention whose rows read different slots, by the whole T x S matrix, as in `pallas_kernels.reference`."""
-    (B, N, T, H), K, dtype = q.shape, k.shape[1], q.dtype
-    q, k, v = (y.astype(accumulator(dtype)) for y in (q, k, v))
-    x = logits.of(jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k), H)
-    x = x if bias is None else x + bias.reshape(B, K, N // K, 1, -1)
-    row, wide = q_pos[:, None, :, None], lambda y: jnp.broadcast_to(y, kv_pos.shape)[:, :, None]
-    if reads.log_weight is not None:
-        x = x + jnp.where(row - kv_pos[:, :, None] >= wide(reads.delay), wide(reads.log_weight), 0.0)[:, :, None]
-    seen = logits.visible(q_pos, kv_pos)
-    seen = seen if reads.until is None else seen & (row < wide(reads.until))
-    p, lse = reference._softmax(x, seen)
-    out = jnp.einsum("bkgts,bksh->bkgth", p, v).reshape(B, N, T, -1).astype(dtype)
-    measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, logits) for spec in statistics)
-    return Attention(out, lse.reshape(B, N, T), measured)
 
 
 # ------------------------------------------------------------------------------------------------- slots

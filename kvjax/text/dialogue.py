@@ -82,11 +82,10 @@ class Dialogue:
 
         Spaces are read with the question, as many tokenizers make one token of a space and the word behind it.
         """
-        before, after = (
-            (self.context, "")
-            if isinstance(self.context, str)
-            else around_mark(self.tokenizer, self._messages((), MARK))
-        )
+        if isinstance(self.context, str):
+            before, after = self.context, ""
+        else:
+            before, after = around_mark(self.tokenizer, self._messages((), MARK))
         read = before.rstrip(" ") or before
         return read, before[len(read) :], after
 
