@@ -24,6 +24,7 @@ from kvjax.contract.types import LAST as LAST
 from kvjax.contract.types import AttentionInputs as AttentionInputs
 from kvjax.contract.types import Context as Context
 from kvjax.contract.types import Decision as Decision
+from kvjax.contract.types import Ids as Ids
 from kvjax.contract.types import LayerInfo as LayerInfo
 from kvjax.contract.types import LayerView as LayerView
 from kvjax.contract.types import Layout as Layout

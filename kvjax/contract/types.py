@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
+from numpy.typing import ArrayLike
 
 from kvjax.contract.values import Prompts, value
 from kvjax.pallas_kernels.columns import hash_uniform
@@ -19,6 +20,7 @@ EMPTY = -1  # the position of a dead slot
 LAST = jnp.iinfo(jnp.int32).max  # later than any position
 Phase = Literal["prefill", "decode", "replay"]
 Rotate: TypeAlias = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
+Ids: TypeAlias = ArrayLike | Sequence[object]  # ids or numbers of tokens: an array of numpy or JAX, or lists of lists
 V = TypeVar("V", bound="LayerView")
 
 

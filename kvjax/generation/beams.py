@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
+from kvjax.contract import Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.contract.checks import whole
 from kvjax.generation.loop import NO_TOKEN
 from kvjax.generation.sampling import Greedy
@@ -277,13 +277,13 @@ def searched(
 def generate_beams(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     *,
     policy: Policy = Policy(),
     num_beams: Size = 4,
     max_new_tokens: Size,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
     length_penalty: float = 1.0,

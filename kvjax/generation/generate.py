@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
+from kvjax.contract import Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.generation.loop import Decoding, begin, decoded, log_prob
 from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
 from kvjax.pallas_kernels.pytree import pytree
@@ -54,12 +54,12 @@ class Generation:
 def generate(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     *,
     policy: Policy = Policy(),
     max_new_tokens: Size,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
@@ -114,7 +114,7 @@ def generate_from(
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
-    tokens: Any = None,
+    tokens: Ids | None = None,
 ) -> Generation:
     """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
 
@@ -179,7 +179,7 @@ def _logits(logits: Array, token: Array, state: State) -> Array:
 
 
 def feed(
-    model: Model, params: PyTree, tokens: Any, state: State, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Ids, state: State, *, lengths: Ids | None = None
 ) -> tuple[Float[Array, "B T V"], State]:
     """Reads given tokens one decode step each: a question after compression, say.
 
@@ -203,7 +203,7 @@ def feed(
 
 
 def score(
-    model: Model, params: PyTree, tokens: Any, logits: Float[Array, "B V"], state: State, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Ids, logits: Float[Array, "B V"], state: State, *, lengths: Ids | None = None
 ) -> tuple[Float[Array, "B T"], State]:
     """Reads given tokens one decode step each: the log-probability of every one, given those before it.
 
@@ -232,8 +232,8 @@ def score(
 
 
 def given_tokens(
-    model: Model, params: PyTree, tokens: Any, state: State, lengths: Any
-) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
+    model: Model, params: PyTree, tokens: Ids, state: State, lengths: Ids | None
+) -> tuple[Decoding, tuple[Array, Array | None], Bool[Array, "T B"] | None]:
     """(where decoding stands before given tokens, those after the first, which of these are read)."""
     check_state(model, params, state)
     rows = check_rows(model, tokens, lengths, len(state.length))

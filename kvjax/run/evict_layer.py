@@ -1,6 +1,6 @@
 """One policy on one layer's raw tensors, without a model."""
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.compose.evict import check_kept
-from kvjax.contract import Amount, Context, LayerInfo, Policy, PRNGKey, Size, compiled
+from kvjax.contract import Amount, Context, Ids, LayerInfo, Policy, PRNGKey, Size, compiled
 from kvjax.contract.checks import whole
 from kvjax.pallas_kernels.kinds import Arrays
 from kvjax.run.checks import as_array, check_lengths
@@ -24,10 +24,10 @@ def evict_layer(
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
     *,
-    lengths: Any = None,
+    lengths: Ids | None = None,
     out_proj: Float[Array, "N H D"] | None = None,
     hidden: Float[Array, "B T D"] | None = None,
-    tokens: Any = None,
+    tokens: Ids | None = None,
     layer: Amount = 0,
     num_layers: Size = 1,
     key: PRNGKey = None,
@@ -71,7 +71,7 @@ def evict_layer(
     width = 0 if hidden is None else hidden.shape[-1]
     info, steps = LayerInfo(layer, num_layers, N, heads, H, T, 0, width), jnp.zeros((B,), jnp.int32)
     policy_params = layer_params(policy, info, policy_params)
-    hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
+    hparams, lengths = policy.sizes(info, np.asarray(lengths)).hparams, jnp.asarray(lengths, jnp.int32)
     keys, here = row_keys(key, B), jnp.int32(layer)
     ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, tokens, width=T, capacity=T)
     pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], -1)

@@ -4,13 +4,13 @@ Letters: B batch, T tokens, L layers, V vocabulary.
 """
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Model, Policy, unique
+from kvjax.contract import Ids, Model, Policy, unique
 from kvjax.run.apply import own_arrays
 from kvjax.run.checks import as_array, check_block, check_ids, check_model, check_room, traced
 from kvjax.run.layers import step
@@ -21,10 +21,10 @@ from kvjax.run.steps import checked_logits
 def forward(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     state: State,
     *,
-    valid: Any = None,
+    valid: Ids | None = None,
     evict: bool = False,
     observe: tuple[Policy, ...] = (),
 ) -> tuple[Float[Array, "B V"], State, AttnStats]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import EMPTY, AttentionInputs, Context, Model, Observation, Phase, Policy, Rotate, Stats, unique
@@ -200,9 +201,9 @@ def head(
 def step(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"],
     state: State,
-    valid: Any,
+    valid: Array | np.ndarray | None,
     phase: Phase,
     *,
     evict: bool = True,
@@ -211,7 +212,7 @@ def step(
     gives: bool = False,
     every: bool = False,
     observe: tuple[tuple[Observation, ...], ...] = (),
-    after_layer: Callable[[], Any] | None = None,
+    after_layer: Callable[[], object] | None = None,
 ) -> tuple[Float[Array, "B *T V"], State, AttnStats | None]:
     """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
 
@@ -246,7 +247,7 @@ def step(
     if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
         slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
 
-    def layer(i: int, x: Array, params: PyTree, here: tuple[Storage, Attend]) -> tuple[Array, tuple[Any, ...]]:
+    def layer(i: int, x: Array, params: PyTree, here: tuple[Storage, Attend]) -> tuple[Array, PyTree]:
         kv, attend = here
         compacts = at_once and grow
         x, kv, (found, lost) = layer_step(

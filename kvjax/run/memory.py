@@ -12,9 +12,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from kvjax.contract import Amount, Config, Policy, Size
+from kvjax.contract import Amount, Config, Policy, Size, Stats
 from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
@@ -138,7 +138,7 @@ def plan_memory(
     )
 
 
-def _bytes(x: Any) -> int:
+def _bytes(x: PyTree) -> int:
     """Bytes of all arrays in it."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
@@ -150,13 +150,13 @@ def read_shapes(
     hparams: tuple[PyTree, ...],
     lengths: Int[np.ndarray, "B"],
     block: int | None = None,
-) -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
+) -> tuple[State, tuple[Storage, ...], tuple[Stats, ...]]:
     """Shapes: the state after prompts, the layers with all rows of the last pass, and what was observed of each."""
     width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
     B, T, H, D = len(lengths), block or width, config.head_dim, getattr(config, "embed_dim", 0)
     N, K = config.num_query_heads, config.num_kv_heads
 
-    def read() -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
+    def read() -> tuple[State, tuple[Storage, ...], tuple[Stats, ...]]:
         keys = row_keys(None, B)
         learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
         how = {"keys": keys, "policy_params": learned if jax.tree.leaves(learned) else None}
@@ -176,7 +176,7 @@ def read_shapes(
 
 
 @jax.jit
-def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden: Any) -> tuple[Storage, Any]:
+def _attended(attend: Attend, kv: Storage, q: Array, k: Array, out_proj: Array, hidden: Array) -> tuple[Storage, Stats]:
     """A layer that has stored new rows, and what was observed of them."""
     how = {"layer": 0, "rotate": lambda x, _: x, "out_proj": out_proj, "hidden": hidden}
     _, kv, (found, _) = attend(kv, q, k, k, **how)
@@ -184,7 +184,7 @@ def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden
 
 
 def _reading(
-    config: Config, plan: Plan, grown: tuple[Storage, ...], seen: tuple[Any, ...], B: int, rows: int
+    config: Config, plan: Plan, grown: tuple[Storage, ...], seen: tuple[Stats, ...], B: int, rows: int
 ) -> dict[str, int]:
     """The bytes of `Memory` that reading takes, those of the pass and the layer that takes most."""
     N, size = config.num_query_heads, jnp.dtype(config.dtype).itemsize

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, unique, value
 from kvjax.observe import Reread
@@ -154,12 +154,12 @@ def sharing(plans: Iterable[Plan]) -> list[Plan]:
 def planned(
     policy: Policy,
     infos: tuple[LayerInfo, ...],
-    lengths: Int[Array, "B"] | Any,
+    lengths: Int[Array, "B"] | Int[np.ndarray, "B"],
     plan: Plan | None = None,
     *,
     longest: int | None = None,
     held: bool = False,
-) -> tuple[Plan, tuple[Any, ...]]:
+) -> tuple[Plan, tuple[PyTree, ...]]:
     """The plan of a run, and its `hparams`, a tree of arrays "B ..." for every layer.
 
     Args:
@@ -215,7 +215,7 @@ def plan_request(
     *,
     plan: Plan | None = None,
     buckets: bool = False,
-) -> tuple[Plan, tuple[Any, ...]]:
+) -> tuple[Plan, tuple[PyTree, ...]]:
     """The sizes that a request is compiled for, those of `plan` if there is one, and the policy's numbers for it.
 
     With `buckets`, width and new tokens are rounded up, and there are slots for a prompt of the rounded width. What is
@@ -240,7 +240,7 @@ def plan_request(
 
 def init_policy_params(
     config: Config, policy: Policy, key: Key[Array, ""], *, width: Amount = 0, max_new_tokens: Amount = 0
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Learned parameters of a policy to begin with, a tree for every layer: what `policy_params=` takes.
 
     Args:
@@ -254,7 +254,7 @@ def init_policy_params(
     return tuple(policy.at(i, len(infos)).init_params(info, jax.random.fold_in(key, i)) for i, info in enumerate(infos))
 
 
-def own_params(policy: Policy, infos: tuple[LayerInfo, ...], given: Any) -> tuple[Any, ...]:
+def own_params(policy: Policy, infos: tuple[LayerInfo, ...], given: PyTree) -> tuple[PyTree, ...]:
     """Learned parameters, a tree a layer, as the policy names them; () if it has none.
 
     Raises:
@@ -267,7 +267,7 @@ def own_params(policy: Policy, infos: tuple[LayerInfo, ...], given: Any) -> tupl
     return tuple(each) if jax.tree.leaves(each) else ()
 
 
-def layer_params(policy: Policy, info: LayerInfo, given: Any) -> Any:
+def layer_params(policy: Policy, info: LayerInfo, given: PyTree) -> PyTree:
     """The learned parameters of one layer in the containers that its policy begins with.
 
     Dicts may stand for what has names, and lists for tuples.

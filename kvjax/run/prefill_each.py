@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, PRNGKey, unique
+from kvjax.contract import Amount, Ids, Layout, Model, Observation, Phase, Policy, PRNGKey, unique
 from kvjax.observe import Reread
 from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_model, check_positions, check_prompts, traced
@@ -88,12 +88,12 @@ def read_whole(
 def prefill_each(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     policies: Mapping[str, Policy],
     *,
     max_new_tokens: Amount,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     key: PRNGKey = None,
 ) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
     """Reads prompts once, and evicts from them under each of several policies: `prefill` for all of them.

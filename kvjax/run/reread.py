@@ -5,7 +5,6 @@ Letters: B batch, T columns of the prompt, R rows that repeat a chunk, W keys th
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +52,7 @@ def repeated(
     lengths: Int[np.ndarray, "B"],
     state: State,
     stats: AttnStats,
-    after_layer: Callable[[], Any] = lambda: None,
+    after_layer: Callable[[], object] = lambda: None,
 ) -> AttnStats:
     """Repeats the prompt. Returns `stats` with the attention that its tokens get meanwhile.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.compose.evict import evicts
-from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats
+from kvjax.contract import LAST, Config, Context, Ids, LayerParams, Phase, Policy, PRNGKey, Stats
 from kvjax.decide.rewrite import Match
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.plan import Plan, fitted, own_params
@@ -69,12 +69,12 @@ class State:
     keys: Key[Array, "B"]
     max_new_tokens: Int[Array, "B"]
     hparams: tuple[PyTree, ...]
-    params: tuple[Any, ...] = ()
+    params: tuple[PyTree, ...] = ()
     plan: Plan = static(default=None)
     ready: bool = static(default=False)
     steady: bool = static(default=True)
 
-    def __getitem__(self, rows: Any) -> "State":
+    def __getitem__(self, rows: Ids | slice) -> "State":
         """The sequences `rows`, in that order; one may be taken several times (beams, several questions).
 
         Raises:
@@ -160,7 +160,7 @@ class State:
         """Bytes of all layers."""
         return sum(kv.nbytes for kv in self.layers)
 
-    def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
+    def context(self, layer: int, phase: Phase, tokens: Int[Array, "B T"] | None = None) -> Context:
         """The `Context` of a layer's policy, while these token ids are read."""
         info, policy = self.plan.infos[layer], self.plan.layers[layer]
         width = info.prompt_len if phase == "prefill" else self.plan.decoding.infos[layer].prompt_len

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
+from kvjax.contract import Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.run.apply import check_layers_kept, check_lost, evict_layers
 from kvjax.run.checks import (
     as_array,
@@ -42,7 +42,7 @@ def start(
     model: Model,
     *,
     policy: Policy,
-    lengths: Any,
+    lengths: Ids,
     max_new_tokens: Amount,
     width: Size | None = None,
     key: PRNGKey = None,
@@ -76,7 +76,7 @@ def start(
         check_mesh(mesh, model.config, len(lengths))
     plan, hparams = plan_request(model.config, policy, lengths, width, max_new_tokens, plan=plan)
     if not traced(lengths):
-        check_positions(model.config, plan, lengths, max_new_tokens)
+        check_positions(model.config, plan, np.asarray(lengths), max_new_tokens)
     how = {"keys": row_keys(key, len(lengths)), "policy_params": policy_params}
     state = empty_state(model.config, policy, plan, hparams, lengths, max_new_tokens, **how)
     return state if mesh is None else placed(state, mesh)
@@ -85,12 +85,12 @@ def start(
 def prefill(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     *,
     policy: Policy = Policy(),
     max_new_tokens: Amount,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
@@ -179,7 +179,7 @@ def read_prompts(
             valid = xp.clip(lengths[None] - behind[:, None], 0, block)
             blocks = tokens[:, :-block].reshape(B, num - 1, block).swapaxes(0, 1)
 
-            def read_block(state: State, given: tuple[Any, Any]) -> tuple[State, None]:
+            def read_block(state: State, given: tuple[Array, Array]) -> tuple[State, None]:
                 return read(given[0], state, given[1], ends=False)[1], None
 
             if traced(*jax.tree.leaves((params, prompts))):  # compiles one block, whatever their number
@@ -217,7 +217,7 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
 
 
 def decode_step(
-    model: Model, params: PyTree, token: Any, state: State, *, active: Any = None
+    model: Model, params: PyTree, token: Ids, state: State, *, active: Ids | None = None
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads one token of every sequence, and evicts if it is time to.
 
@@ -243,7 +243,8 @@ def decode_step(
         active = as_array("active", active, np.bool_, (B,), "True or False, one a sequence")
     check_ids(model, token if active is None or traced(token, active) else token[active])
     check_room(state, 1 if active is None else active.astype(np.int32))
-    logits, after = decode(model, params, jnp.asarray(token, jnp.int32), state, active)
+    reads = None if active is None else jnp.asarray(active)
+    logits, after = decode(model, params, jnp.asarray(token, jnp.int32), state, reads)
     checked_logits(logits if active is None or traced(active) else logits[np.flatnonzero(active)], after)
     return logits, after
 

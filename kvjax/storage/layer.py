@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
 from kvjax.pallas_kernels import Logits, attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
+from kvjax.pallas_kernels.kinds import Dtype
 from kvjax.pallas_kernels.logits import linear_bias
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage.mesh import apart, attention_on
@@ -84,7 +85,7 @@ class Layer(LayerView, Storage):
         if slots is None:
             behind = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
             blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
-            return with_rows(self, k, v, each, behind, blank)
+            return with_rows(self, behind, blank, k, v, each)
         return apart(self.how.mesh, filled, self, k, v, each, slots)
 
     def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B N S"] | None:
@@ -215,7 +216,7 @@ def take(
     return jnp.pad(x, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
 
 
-def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique: bool) -> Shaped[Array, "..."]:
+def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Array | int, unique: bool) -> Shaped[Array, "..."]:
     """An array with new rows at indices of its first axes; those beyond it are dropped.
 
     One number of each list is written in the pass that reads it next, where a scatter would be a kernel of its own. On
@@ -242,10 +243,10 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
     return select(x) if numbers else lax.platform_dependent(x, new, *at, cpu=select, default=put)
 
 
-def with_rows(kv: Any, k: Any, v: Any, pos: Any, write: Callable[..., Array], blank: Callable[[Array], Array]) -> Any:
-    """A layer or a pool to whose arrays new rows are written; log weights and memory are `blank` in their slots."""
+def with_rows(kv: Any, write: Callable[..., Array], blank: Callable[[Array], Array], *rows: Array) -> Any:
+    """A layer or a pool with rows of `k`, `v` and `pos`; log weights and memory are `blank` in their slots."""
     weight = None if kv.log_weight is None else blank(kv.log_weight)
-    fields = {"k": write(kv.k, k), "v": write(kv.v, v), "pos": write(kv.pos, pos)}
+    fields = {n: write(getattr(kv, n), x) for n, x in zip(("k", "v", "pos"), rows, strict=True)}
     return kv.replace(**fields, log_weight=weight, memory=kv.how.of_slots(blank, kv.memory))
 
 
@@ -256,7 +257,7 @@ def filled(kv: Any, k: Array, v: Array, pos: Array, slots: Array) -> Any:
     places = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     at = tuple(map(row, (*places[: kv.pos.ndim - 1], slots)))  # a pool's slots are of all heads
     write = lambda x, new: write_rows(x, at, new, rows == 1)
-    return with_rows(kv, k, v, pos, lambda x, new: write(x, row(new)), lambda x: write(x, 0))
+    return with_rows(kv, lambda x, new: write(x, row(new)), lambda x: write(x, 0), k, v, pos)
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
@@ -278,7 +279,7 @@ def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, 
 def empty(
     info: LayerInfo,
     batch: int,
-    dtype: Any,
+    dtype: Dtype,
     memory: PyTree = (),
     layout: Layout | None = None,
     writes: tuple[str, ...] = (),

@@ -35,7 +35,7 @@ class Keeps:
     per_head: tuple[bool, ...] = ()
     mesh: Mesh | None = None
 
-    def of_slots(self, change: Callable[[Array], Array], memory: PyTree) -> Any:
+    def of_slots(self, change: Callable[[Array], Array], memory: PyTree) -> PyTree:
         """The memory with `change` applied to each array that belongs to slots."""
         leaves, tree = jax.tree.flatten(memory)
         return tree.unflatten(x if own else change(x) for x, own in zip(leaves, self.per_head, strict=bool(leaves)))
@@ -83,7 +83,7 @@ class Storage(abc.ABC):
     def view(self) -> Any:
         """The layer with S slots in every head, keys as they are stored."""
 
-    def told(self, rotate: Rotate) -> Any:
+    def told(self, rotate: Rotate) -> LayerView:
         """The `Layer` that policies see: its keys are those that rows read."""
         view = self.view()
         return view.replace(k=view.keys(rotate))

@@ -4,7 +4,7 @@ Letters: B batch, M new tokens.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import MOST, Amount, LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
+from kvjax.contract import MOST, Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
 from kvjax.generation.interrupts import uninterrupted
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, decoded
 from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
@@ -20,7 +20,7 @@ from kvjax.run.checks import check_model, check_positions, check_prompts, check_
 from kvjax.run.plan import Plan, infos_of, planned
 from kvjax.run.state import Prompts, State
 from kvjax.run.steps import read_prompts
-from kvjax.text.encode import TextPieces, check_tokenizer, encode, is_chat
+from kvjax.text.encode import Chat, TextPieces, check_tokenizer, encode, is_chat
 
 HORIZON = 2**20  # a stream without an end is planned for so many tokens, and for twice as many
 
@@ -171,12 +171,12 @@ class Stream(Iterator[Any]):
 def stream(
     model: Model,
     params: PyTree,
-    prompt: str | Sequence[Mapping[str, Any]] | Array | np.ndarray | Sequence[Sequence[int]],
+    prompt: str | Chat | Array | np.ndarray | Sequence[Sequence[int]],
     *,
     policy: Policy = Policy(),
     max_new_tokens: Size | None,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
