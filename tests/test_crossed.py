@@ -101,7 +101,7 @@ class Setting:
         """The layer after a policy's decision, of its last T columns."""
         (full, stats, _), state = self.read(policy.layout.by_query_head), self.start(policy)
         here, info = state.plan.layers[0], state.plan.infos[0]
-        kv = empty(info, B, self.dtype, here.memory(info), here.layout, here.writes, self.width)
+        kv = empty(info, here, B, self.dtype, self.width)
         how = dataclasses.replace(kv.how, positions=full.how.positions, sinks=full.how.sinks)
         keys = full.told(self.rope or Turn(self.stretch)).k
         kv = kv.replace(k=keys, v=full.v, pos=full.pos, how=how)

@@ -146,12 +146,12 @@ def stored_for_policy(state: State) -> State:
     """
     layers = []
     for policy, info, kv in zip(state.plan.layers, state.plan.infos, state.layers, strict=True):
-        view, layout = kv.view(), policy.layout
+        view = kv.view()
         if jax.tree.leaves(view.memory) or view.log_weight is not None:
             raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")
-        if layout.by_query_head and info.num_kv_heads != info.num_query_heads:
+        if policy.layout.by_query_head and info.num_kv_heads != info.num_query_heads:
             raise ValueError("this prompt's tokens are stored for kv heads, but the policy wants them for query heads")
-        new = empty(info, len(kv.pos), kv.k.dtype, policy.memory(info), layout, policy.writes, kv.pos.shape[2])
+        new = empty(info, policy, len(kv.pos), kv.k.dtype, kv.pos.shape[2])
         if (new.how.positions == "rank") != (kv.how.positions == "rank"):
             raise ValueError(
                 'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '

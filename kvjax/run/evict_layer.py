@@ -78,7 +78,7 @@ def evict_layer(
     real = pos >= 0  # padding may hold anything, even what is no number
     q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
-    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes)
+    kv = empty(info, policy, B, k.dtype)
     program = compiled(policy)
     attend = Attend(ctx, pos, program, policy.observe("prefill"), evict=not policy.joint, gives=True)
     how = {"layer": layer, "rotate": lambda x, pos: x, "out_proj": out_proj, "hidden": hidden}

@@ -229,7 +229,7 @@ def empty_state(
                 'where they are; use "original", or leave out the rewrite'
             )
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
-    layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
+    layers = tuple(empty(info, policy, B, config.dtype, n if slots else 0) for policy, info, n in each)
     xp: Any = jnp if isinstance(lengths, jax.core.Tracer) else np  # which compiles nothing
     lengths, most = xp.asarray(lengths, xp.int32), xp.full((B,), max_new_tokens, xp.int32)
     own = lengths, keys, most, given  # copies, so that the state may be donated without the caller's arrays

@@ -8,9 +8,9 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, PerHead, PerSlot, Policy, Reads, Rotate
 from kvjax.pallas_kernels import Logits, attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
 from kvjax.pallas_kernels.kinds import Dtype
@@ -174,9 +174,8 @@ class Layer(LayerView, Storage):
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
         index = in_order(self.pos)[..., :capacity]
         move = lambda x, fill=0: take(x, index, fill, capacity)
-        weight = None if self.log_weight is None else move(self.log_weight)
-        fields = {"k": move(k), "v": move(self.v), "pos": move(self.pos, EMPTY)}
-        return self.replace(**fields, memory=self.how.of_slots(move, self.memory), log_weight=weight)
+        fields = {"k": move(k), "v": move(self.v), "log_weight": jax.tree.map(move, self.log_weight)}
+        return self.replace(**fields, pos=move(self.pos, EMPTY), memory=self.how.of_slots(move, self.memory))
 
 
 # ------------------------------------------------------------------------------------------------- attention
@@ -245,7 +244,7 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Array | int,
 
 def with_rows(kv: Any, write: Callable[..., Array], blank: Callable[[Array], Array], *rows: Array) -> Any:
     """A layer or a pool with rows of `k`, `v` and `pos`; log weights and memory are `blank` in their slots."""
-    weight = None if kv.log_weight is None else blank(kv.log_weight)
+    weight = jax.tree.map(blank, kv.log_weight)
     fields = {n: write(getattr(kv, n), x) for n, x in zip(("k", "v", "pos"), rows, strict=True)}
     return kv.replace(**fields, log_weight=weight, memory=kv.how.of_slots(blank, kv.memory))
 
@@ -276,31 +275,21 @@ def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, 
     return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
 
 
-def empty(
-    info: LayerInfo,
-    batch: int,
-    dtype: Dtype,
-    memory: PyTree = (),
-    layout: Layout | None = None,
-    writes: tuple[str, ...] = (),
-    slots: int = 0,
-) -> Layer:
-    """A layer without tokens.
+def empty(info: LayerInfo, policy: Policy, batch: int, dtype: Dtype, slots: int = 0) -> Layer:
+    """A layer without tokens, stored as its policy wants it.
 
     Args:
       info: the layer's shape.
+      policy: the layer's policy.
       batch: sequences.
       dtype: of keys and values.
-      memory: what the policy remembers, a tree of `PerSlot` and `PerHead`.
-      layout: how the layer is stored.
-      writes: what the policy may change of a slot.
       slots: dead slots of each head to begin with.
 
     Raises:
-      TypeError: the memory has leaves that are neither `PerSlot` nor `PerHead`.
+      TypeError: the policy's memory has leaves that are neither `PerSlot` nor `PerHead`.
     """
-    spec, K = lambda x: isinstance(x, PerSlot | PerHead), info.num_kv_heads
-    leaves, tree = jax.tree.flatten(memory, is_leaf=spec)
+    spec, K, layout = lambda x: isinstance(x, PerSlot | PerHead), info.num_kv_heads, policy.layout
+    leaves, tree = jax.tree.flatten(policy.memory(info), is_leaf=spec)
     if wrong := [x for x in leaves if not spec(x)]:
         raise TypeError(
             f"memory is a tree of PerSlot and PerHead, but has a {type(wrong[0]).__name__}: list shapes only"
@@ -309,9 +298,8 @@ def empty(
     one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, K, slots, *x.shape), x.dtype)
     arrays, per_head = tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
     zeros = jnp.zeros((batch, K, slots, info.head_dim), dtype)
-    layout = layout or Layout()
-    weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in writes else None
+    weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in policy.writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
-    how = Keeps(*where, tuple(writes), per_head)
+    how = Keeps(*where, policy.writes, per_head)
     pos, fault = jnp.full(zeros.shape[:3], EMPTY, jnp.int32), jnp.zeros((batch, K), bool)
     return Layer(zeros, zeros, pos, fault, arrays, weight, how=how)
