@@ -383,7 +383,7 @@ class Engine:
         programs = [self._go_on]
         if self._rules is not None:
             rules = dataclasses.replace(self._rules, longest=ints(B))
-            self._search = self._once(searched, logits, state, rules, most=M, **self._searching)
+            self._search = self._once(searched, logits, state, rules, **self._searching)
             programs.append(self._search)
         size = lambda x: x.size * x.dtype.itemsize
         each = [sum(size(x) for x in (layer.k, layer.v)) // B for layer in state.layers]

@@ -225,10 +225,10 @@ def generate_beams_from(
     search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences)
     check_room(state, max_new_tokens - 1)
     rules = rules_of(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
-    return searched(model, params, logits, state, rules, most=max_new_tokens, **search)
+    return searched(model, params, logits, state, rules, **search)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_beams", "most", "ends", "pad_id", "num_returned"))
+@functools.partial(jax.jit, static_argnames=("model", "num_beams", "ends", "pad_id", "num_returned"))
 def searched(
     model: Model,
     params: PyTree,
@@ -237,17 +237,16 @@ def searched(
     rules: _Rules,
     *,
     num_beams: Size,
-    most: int,
     ends: tuple[int, ...],
     pad_id: Amount,
     num_returned: int,
 ) -> Beams:
-    """The search, in a program for hypotheses of at most `most` tokens. Its loop ends with the last open sequence."""
-    W, R, B = num_beams, num_returned, logits.shape[0]
+    """The search, for hypotheses of as many tokens as the rules have numbers for. It ends with the last open sequence."""
+    W, R, B, M = num_beams, num_returned, logits.shape[0], len(rules.penalty) - 1
     eos = jnp.asarray(ends, jnp.int32)
     rules = dataclasses.replace(rules, longest=jnp.broadcast_to(rules.longest, (B,)))
     first = jnp.zeros((B, R), jnp.int32)
-    prompt = _Running(jnp.full((B, 1, most), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
+    prompt = _Running(jnp.full((B, 1, M), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
     pool = _Pool(
         jnp.full((B, W), -jnp.inf, jnp.float32),
         jnp.repeat(prompt.tokens, R, axis=1),
@@ -336,9 +335,8 @@ def generate_beams(
     params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
     logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
-    most = state.plan.infos[0].max_new_tokens
-    rules = rules_of(num_beams, max_new_tokens, length_penalty, early_stopping, most)
-    found = searched(model, params, logits, state, rules, most=most, **search)
+    rules = rules_of(num_beams, max_new_tokens, length_penalty, early_stopping, state.plan.infos[0].max_new_tokens)
+    found = searched(model, params, logits, state, rules, **search)
     return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 
