@@ -25,7 +25,7 @@ import kvjax
 from kvjax.configs.experiment import Made, with_params
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
-from kvjax.generation.beams import checked_search, rules_of, searched
+from kvjax.generation.beams import checked_rules, searched
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
 from kvjax.models import pad_left
 from kvjax.run.apply import HidesTokens
@@ -326,10 +326,7 @@ class Engine:
             raise ValueError(
                 f"a text of {short} tokens is one block of {block or 1}; give longer texts, or smaller blocks"
             )
-        self._rules = None
-        if shape.num_beams > 1:
-            self._searching = checked_search(model, shape.num_beams, shape.planned, None)
-            self._rules = rules_of(shape.num_beams, shape.planned, 1.0, False, shape.planned)
+        self._rules = checked_rules(model, shape.num_beams, shape.planned, None) if shape.num_beams > 1 else None
         longest = max(shape.prompts, key=lambda p: len(p.tokens) + p.steps)
         check_positions(model.config, self.plan, np.array([len(longest.tokens)]), longest.steps, block)
 
@@ -383,7 +380,7 @@ class Engine:
         programs = [self._go_on]
         if self._rules is not None:
             rules = dataclasses.replace(self._rules, longest=ints(B))
-            self._search = self._once(searched, logits, state, rules, **self._searching)
+            self._search = self._once(searched, logits, state, rules)
             programs.append(self._search)
         size = lambda x: x.size * x.dtype.itemsize
         each = [sum(size(x) for x in (layer.k, layer.v)) // B for layer in state.layers]
