@@ -15,7 +15,7 @@ import pytest
 import scipy.special
 
 import kvjax
-from kvjax.contract import EMPTY, AttentionInputs, Layout, Policy, unique
+from kvjax.contract import EMPTY, AttentionInputs, Layout, Policy
 from kvjax.decide import select
 from kvjax.decide.rewrite import Reference, shares
 from kvjax.methods.profile import Kinds, WholeQueries
@@ -92,9 +92,9 @@ class Setting:
         ids = np.maximum(np.arange(self.width, dtype=np.int32) - (self.width - T), 0)
         state = self.start(Stored(Layout(self.positions, 2, by_query_head=by_query_head)))
         policies = (p for p in map(policy, table.MAKE) if p.layout.by_query_head == by_query_head)
-        how = {"observe": (unique(o for p in policies for o in p.observe("prefill")),), "evict": False}
+        how = {"observe": tuple(policies), "evict": False, "gives": True}
         tokens = np.broadcast_to(ids, (B, self.width))
-        _, state, stats = step(self.model, self.params, tokens, state, LENGTHS, "prefill", grow=True, gives=True, **how)
+        _, state, stats = step(self.model, self.params, tokens, state, LENGTHS, **how)
         return state.layers[0], stats, state.context(0, "prefill", stats.tokens)
 
     def decided(self, policy):

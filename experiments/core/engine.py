@@ -168,7 +168,7 @@ def _likelihoods(
 
     def next_block(state, here):
         ids, after, valid = here
-        logits, state, _ = step(model, params, ids, state, valid, "prefill", grow=True, ends=False, every=True)
+        logits, state, _ = step(model, params, ids, state, valid, ends=False, every=True)
         return state, jax.vmap(log_prob, 1, 1)(logits, after)
 
     given = blocks(tokens), blocks(jnp.roll(tokens, -1, 1)), valid

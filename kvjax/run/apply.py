@@ -70,19 +70,17 @@ def _update(
     return tuple(kv.put(y, x).laid_out() for kv, x, y in each)
 
 
-def evict_layers(
-    state: State, stats: AttnStats, *, grow: bool = True, ends: bool = True
-) -> tuple[State, list[Bool[Array, "B"]]]:
+def evict_layers(state: State, stats: AttnStats, *, ends: bool = True) -> tuple[State, list[Bool[Array, "B"]]]:
     """The state after its policy's update, and by layer which sequences lost live tokens or have a fault.
 
     Args:
       state: the state, whose layers have read some tokens.
       stats: what was observed of these.
-      grow, ends: as for `step`.
+      ends: as for `step`.
     """
-    layers, ctxs = update_layers(state, stats)
-    state = dataclasses.replace(state, ready=ends, steady=grow or state.steady)
-    if not grow:
+    (layers, ctxs), decodes = update_layers(state, stats), state.ready
+    state = dataclasses.replace(state, ready=ends, steady=state.steady or not decodes)
+    if decodes:
         return dataclasses.replace(state, layers=layers), [kv.fault.any(-1) for kv in layers]
     each = zip(layers, ctxs, state.plan.layers, state.plan.capacities, strict=True)
     kept = [compacted(kv, ctx, policy=policy, capacity=n, ends=ends) for kv, ctx, policy, n in each]

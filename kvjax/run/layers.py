@@ -204,32 +204,30 @@ def step(
     tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"],
     state: State,
     valid: Array | np.ndarray | None,
-    phase: Phase,
     *,
     evict: bool = True,
     ends: bool = True,
-    grow: bool = False,
     gives: bool = False,
     every: bool = False,
-    observe: tuple[tuple[Observation, ...], ...] = (),
+    observe: tuple[Policy, ...] = (),
     after_layer: Callable[[], object] | None = None,
-) -> tuple[Float[Array, "B *T V"], State, AttnStats | None]:
-    """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
+) -> tuple[Float[Array, "B *T V"], State, AttnStats]:
+    """One pass over new tokens: logits after the last column, the state after, and what was observed, if `gives`.
 
     Args:
       model, params: the model.
       tokens: ids "B T", padded on the left.
-      state: the state before.
+      state: the state before. Unless it is ready, tokens are of a prompt, and get new slots.
       valid: how many of the last columns are tokens of each sequence "B", None for all.
-      phase: whether a prompt is read or a token decoded.
       evict: whether the policy decides in this pass.
       ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
-      observe: what else is observed, one tuple a layer; () for nothing.
-      grow, gives: as in `Attend`.
+      observe: policies that look at what is observed, besides the state's.
+      gives: as in `Attend`.
       every: logits after every column.
       after_layer: called when a layer has been compiled and started, as a bar of progress is.
     """
-    plan, joint = state.plan, state.plan.policy.joint
+    plan, joint, grow = state.plan, state.plan.policy.joint, not state.ready
+    phase: Phase = "decode" if tokens.shape[1] == 1 and not grow else "prefill"
     outer, each = model.parts(params)
     if (mesh := state.layers[0].how.mesh) is not None:
         tokens, valid = on_rows((tokens, valid), mesh)
@@ -238,7 +236,8 @@ def step(
     at_once, inputs = evict and not joint, []
     for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
         later = (Keys(),) if (gives or joint) and kv.how.positions == "rank" else ()  # decisions after all layers
-        sees = unique((*policy.observe(phase), *(observe[i] if observe else ()), *later))
+        others = (o for p in observe for o in p.at(i, len(plan.layers)).observe(phase))
+        sees = unique((*policy.observe(phase), *others, *later))
         how = {"evict": at_once, "grow": grow, "gives": gives or joint}
         inputs.append((kv, Attend(state.context(i, phase, tokens), pos, policy, sees, **how)))
 
@@ -268,8 +267,8 @@ def step(
         layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
     ready = state.ready or (at_once and ends)
     state = dataclasses.replace(state, layers=layers, ready=ready, steady=evict and state.steady)
-    stats = AttnStats(seen, tokens, phase) if joint or gives else None
-    if stats is not None and joint and evict:
-        state, full = evict_layers(state, stats, grow=grow, ends=ends)
+    stats = AttnStats(seen, tokens, phase)
+    if joint and evict:
+        state, full = evict_layers(state, stats, ends=ends)
         lost = (*lost, *(x[:, None] for x in full)) if phase == "prefill" else lost
     return head(model, outer, x, lost, every=every), state, stats

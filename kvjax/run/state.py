@@ -110,7 +110,7 @@ class State:
 
         after, prompt = apply.with_policy(policy, self, stats, plan), not self.ready
         after = apply.stored_for_policy(after) if prompt and after.plan.layers != self.plan.layers else after
-        after, lost = apply.evict_layers(dataclasses.replace(after, steady=False), stats, grow=prompt)
+        after, lost = apply.evict_layers(dataclasses.replace(after, steady=False), stats)
         if not isinstance(lost[0], jax.core.Tracer):
             apply.check_lost(after, lost)
         return apply.own_arrays(dataclasses.replace(after, steady=True))

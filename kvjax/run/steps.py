@@ -172,7 +172,7 @@ def read_prompts(
     num, L = 1 if block is None else -(-T // block), len(state.layers)
     total = L * (num + sum(len([*how.firsts(plan.infos[0].prompt_len)]) for how in plan.again))
     with tqdm(total=total, desc="prompt", unit="layer", disable=None if progress is None else not progress) as bar:
-        read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
+        read = functools.partial(step, model, params, after_layer=bar.update)
         if block is not None:
             tokens = xp.pad(prompts.tokens, ((0, 0), (num * block - T, 0)))
             behind = block * xp.arange(num - 1, 0, -1)
@@ -191,7 +191,7 @@ def read_prompts(
             return checked_logits(logits, state), state
         tokens = xp.pad(prompts.tokens, ((0, 0), (plan.infos[0].prompt_len - T, 0)))
         logits, state, stats = read(tokens, state, lengths, evict=not plan.again, gives=bool(plan.again))
-        if plan.again and stats is not None:
+        if plan.again:
             stats = repeated(model, params, tokens, np.asarray(lengths), state, stats, bar.update)
             state, lost = evict_layers(state, stats)
             check_lost(state, lost)
@@ -256,7 +256,7 @@ def decode(
 
     Logits are NaN behind the last token that a sequence was planned for, which under `jax.jit` they alone can say.
     """
-    logits, after, _ = step(model, params, token[:, None], state, active, "decode")
+    logits, after, _ = step(model, params, token[:, None], state, active)
     past = after.length - after.prompt_length > after.max_new_tokens
     logits = jnp.where(past[:, None], jnp.nan, logits)
     if active is None:
