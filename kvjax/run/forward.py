@@ -3,8 +3,6 @@
 Letters: B batch, T tokens, L layers, V vocabulary.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
@@ -79,9 +77,6 @@ def forward(
         raise ValueError("the policy reads prompts again, but forward(evict=True) reads them once; use kvjax.prefill")
     tokens, valid = jnp.asarray(tokens), jnp.asarray(valid, jnp.int32)
     logits, after, stats = step(model, params, tokens, state, valid, evict=evict, gives=True, observe=observe)
-    if not grow:  # sequences without a new token keep what they had
-        layers = tuple(new.where(valid > 0, old) for new, old in zip(after.layers, state.layers, strict=True))
-        after = dataclasses.replace(after, layers=layers)
     if T > 1:
         checked_logits(logits, after)
     return logits, own_arrays(after), stats

@@ -271,4 +271,8 @@ def step(
     if joint and evict:
         state, full = evict_layers(state, stats, ends=ends)
         lost = (*lost, *(x[:, None] for x in full)) if phase == "prefill" else lost
+    if valid is not None and not grow:  # sequences without a new token keep what they had
+        reads = jnp.asarray(valid, bool)
+        layers = tuple(new.where(reads, old) for new, (old, _) in zip(state.layers, inputs, strict=True))
+        state = dataclasses.replace(state, layers=layers)
     return head(model, outer, x, lost, every=every), state, stats

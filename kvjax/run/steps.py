@@ -6,7 +6,6 @@
 Letters: B batch, T tokens of a prompt, V vocabulary.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -258,8 +257,4 @@ def decode(
     """
     logits, after, _ = step(model, params, token[:, None], state, active)
     past = after.length - after.prompt_length > after.max_new_tokens
-    logits = jnp.where(past[:, None], jnp.nan, logits)
-    if active is None:
-        return logits, after
-    layers = tuple(new.where(active, old) for new, old in zip(after.layers, state.layers, strict=True))
-    return logits, dataclasses.replace(after, layers=layers)
+    return jnp.where(past[:, None], jnp.nan, logits), after
