@@ -219,9 +219,8 @@ def score(
     Raises:
       ValueError: what `feed` refuses, and logits that are not the state's.
     """
-    check_state(model, params, state)
-    check_logits(model, state, logits)
     at, given, reads = given_tokens(model, params, tokens, state, lengths)
+    check_logits(model, state, logits)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]))
     T, B = given[0].shape
     first = jnp.zeros_like(at.token) if reads is None else reads.argmax(0)

@@ -106,7 +106,7 @@ def check_prompts(model: Model, tokens: Ids, lengths: Ids | None = None, attenti
     if attention_mask is None:
         prompts = check_rows(model, tokens, lengths)
         if lengths is not None and not traced(*prompts):
-            _check_left(np.asarray(prompts.tokens), np.asarray(prompts.lengths))
+            _check_left(*map(np.asarray, prompts))
         return prompts
     if lengths is not None:
         raise ValueError("lengths= and attention_mask= say the same twice; give one of them")

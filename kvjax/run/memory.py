@@ -123,7 +123,8 @@ def plan_memory(
     B, T, new = batch, prompt_len, max_new_tokens
     lengths = np.full(B, T, np.int32)
     (plan, hparams), whole_plan = (planned(p, infos_of(config, p, T, new), lengths) for p in (policy, Policy()))
-    state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, check_block(plan, block, T))
+    block = check_block(plan, block, T)
+    state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, block)
     full = read_shapes(config, Policy(), *whole_plan, lengths)[0]
     layers = cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
     return Memory(
@@ -134,7 +135,7 @@ def plan_memory(
         weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
         sequences=_bytes(dataclasses.replace(state, layers=())),
         full=_bytes(full),
-        **_reading(config, plan, grown, seen, B, T if block is None else min(block, T)),
+        **_reading(config, plan, grown, seen, B, block or T),
     )
 
 
