@@ -23,10 +23,11 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.configs.experiment import Made, with_params
+from kvjax.experiments.core.continuing import continued
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
 from kvjax.generation.beams import checked_rules, searched
-from kvjax.generation.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
+from kvjax.generation.loop import NO_TOKEN, Decoding, begin, decode_tokens, log_prob
 from kvjax.models import pad_left
 from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_positions, end_ids

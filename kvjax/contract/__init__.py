@@ -54,7 +54,6 @@ from kvjax.pallas_kernels.kinds import AtLeastOne as AtLeastOne
 from kvjax.pallas_kernels.kinds import Cosine as Cosine
 from kvjax.pallas_kernels.kinds import LayerParams as LayerParams
 from kvjax.pallas_kernels.kinds import NonNegative as NonNegative
-from kvjax.pallas_kernels.kinds import Number as Number
 from kvjax.pallas_kernels.kinds import Odd as Odd
 from kvjax.pallas_kernels.kinds import Positive as Positive
 from kvjax.pallas_kernels.kinds import PRNGKey as PRNGKey
