@@ -76,13 +76,13 @@ def save_state(path: _Path, model: Model, params: PyTree, state: State, *, polic
 def write_state(path: _Path, model: Model, params: PyTree, state: State, policy: Policy, notes: object) -> None:
     """Writes a state and notes, any JSON, to a file (`save_state`)."""
     check_model(model, params)
+    words: dict[str, Any] = {"policy": described(policy)}
     if not state.ready:
         raise ValueError("the state holds no prompt that was read to its end; save what kvjax.prefill returns")
     infos, lengths = state.plan.infos, np.asarray(state.prompt_length)
     if planned(policy, infos, lengths)[0].layers != state.plan.layers:
         raise ValueError(f"the state was read under another policy than this {type(policy).__name__}; give that")
-    words = {
-        "policy": described(policy),
+    words |= {
         "model": _fingerprint(model, params),
         "lengths": lengths.tolist(),
         "sizes": [infos[0].prompt_len, infos[0].max_new_tokens],
