@@ -34,8 +34,13 @@ def attention(
     *,
     columns: Sequence[Columns] = (),
     logits: Logits,
+    more: Float[Array, "B K T S"] | None = None,
+    reads: Bool[Array, "B K T S"] | None = None,
 ) -> Attention:
-    """`kvjax.pallas_kernels.attention` with the whole matrix: the specification."""
+    """`kvjax.pallas_kernels.attention` with the whole matrix: the specification.
+
+    Beyond it, rows may differ in what is added to their logits, `more`, and in the slots that each of them `reads`.
+    """
     B, N, T, H = q.shape
     K = k.shape[1]
     dtype = accumulator(q.dtype)
@@ -44,7 +49,9 @@ def attention(
     x = logits.of(jnp.einsum("bkgth,bksh->bkgts", q, k_), H)
     if bias is not None:
         x = x + bias.reshape(B, K, N // K, 1, -1).astype(dtype)
+    x = x if more is None else x + more[:, :, None]
     seen = logits.visible(q_pos, kv_pos)
+    seen = seen if reads is None else seen & reads
     nothing = None if nothing is None else nothing.astype(dtype).reshape(1, K, N // K, 1, 1)
     p, lse = softmax(x, seen, nothing)
     out = jnp.einsum("bkgts,bksh->bkgth", p, v_)

@@ -74,7 +74,7 @@ def _read(policy, info, hparams, lengths, rows):
         width=T,
         capacity=T,
     )
-    kv = empty(info, len(lengths), k.dtype, policy.memory(info), policy.layout, policy.writes)
+    kv = empty(info, policy, len(lengths), k.dtype)
     kv = kv.append(k, v, pos)
     told = AttentionInputs(q, q, kv.replace(memory=()), pos, ctx, unturned, more["out_proj"], hidden)
     found = {o: o(told) for o in policy.observe("prefill")}

@@ -115,8 +115,7 @@ def evicted(policy, params, *, lengths=None, key=None, layer=None, **how):
     n = params[0]["q"].shape[2]
     lengths = np.full(len(params[0]["q"]), n) if lengths is None else np.asarray(lengths)
     state = kvjax.start(model, policy=policy, lengths=lengths, max_new_tokens=0, width=n, key=key)
-    how = {"evict": False, "grow": True, "gives": True}
-    _, state, stats = step(model, params, columns(params, n), state, jnp.asarray(lengths), "prefill", **how)
+    _, state, stats = step(model, params, columns(params, n), state, jnp.asarray(lengths), evict=False, gives=True)
     layers, scores = [], []
     views = [kv.view() for kv in state.layers]
     ctxs = [state.context(i, "prefill", stats.tokens) for i in range(len(views))]

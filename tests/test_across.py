@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.compose.across import AcrossLayers, Competitor, ScoreEntropy, by_weight
-from kvjax.contract import Context, LayerInfo, Slots
+from kvjax.contract import Context, LayerInfo, Policy, Slots
 from kvjax.methods import roco
 from kvjax.storage import empty
 from tests.tensors import evicted, qkv
@@ -19,7 +19,7 @@ INFO = LayerInfo(0, 2, 2, 1, 4, 12, 0)
 
 def test_a_layer_of_no_weight_gets_its_least():
     """By hand: 2 x 5 tokens, of which a layer that asks for nothing gets 2, the other 8."""
-    kv = empty(INFO, 1, jnp.float32, slots=12).replace(pos=jnp.arange(12, dtype=jnp.int32)[None, None])
+    kv = empty(INFO, Policy(), 1, jnp.float32, 12).replace(pos=jnp.arange(12, dtype=jnp.int32)[None, None])
     one = jnp.array([12], jnp.int32)
     ctx = Context(one, one, None, jnp.int32(0), one)
     slots = Slots(kv, {}, ctx, kv.live, ~kv.live)

@@ -15,7 +15,7 @@ import pytest
 import scipy.special
 
 import kvjax
-from kvjax.contract import EMPTY, AttentionInputs, Layout, Policy, unique
+from kvjax.contract import EMPTY, AttentionInputs, Layout, Policy
 from kvjax.decide import select
 from kvjax.decide.rewrite import Reference, shares
 from kvjax.methods.profile import Kinds, WholeQueries
@@ -94,16 +94,16 @@ class Setting:
         ids = np.maximum(np.arange(self.width, dtype=np.int32) - (self.width - T), 0)
         state = self.start(Stored(Layout(self.positions, 2, by_query_head=by_query_head)))
         policies = (p for p in map(policy, table.MAKE) if p.layout.by_query_head == by_query_head)
-        how = {"observe": (unique(o for p in policies for o in p.observe("prefill")),), "evict": False}
+        how = {"observe": tuple(policies), "evict": False, "gives": True}
         tokens = np.broadcast_to(ids, (B, self.width))
-        _, state, stats = step(self.model, self.params, tokens, state, LENGTHS, "prefill", grow=True, gives=True, **how)
+        _, state, stats = step(self.model, self.params, tokens, state, LENGTHS, **how)
         return state.layers[0], stats, state.context(0, "prefill", stats.tokens)
 
     def decided(self, policy):
         """The layer after a policy's decision, of its last T columns."""
         (full, stats, _), state = self.read(policy.layout.by_query_head), self.start(policy)
         here, info = state.plan.layers[0], state.plan.infos[0]
-        kv = empty(info, B, self.dtype, here.memory(info), here.layout, here.writes, self.width)
+        kv = empty(info, here, B, self.dtype, self.width)
         how = dataclasses.replace(kv.how, positions=full.how.positions, sinks=full.how.sinks)
         keys = full.told(self.rope or Turn(self.stretch)).k
         kv = kv.replace(k=keys, v=full.v, pos=full.pos, how=how)

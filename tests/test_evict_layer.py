@@ -185,7 +185,7 @@ def test_what_is_protected_stays_whatever_a_selection_says():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": Q[:, :3]}, "query heads be a multiple of kv heads; here these are 3 and 2"),
+        ({"q": Q[:, :3]}, "query heads must be a multiple of kv heads; here these are 3 and 2"),
         ({"tokens": TOKENS[:1]}, r"tokens must be integers, one a token, of shape \(2, 12\)"),
         ({"layer": 1}, "layer=1 must be a whole number from 0 to 0"),
     ],

@@ -107,7 +107,7 @@ def test_e05_stepwise_mask(examples):
     policy = papers.h2o_stepwise_mask(heavy + recent, recent=recent)
     (observed,) = policy.observe("prefill")
     info, rows = LayerInfo(0, 1, 1, 1, 8, len(p), 16), []
-    kv = empty(info, 1, jnp.float32, policy.memory(info), policy.layout, policy.writes, 0)
+    kv = empty(info, policy, 1, jnp.float32)
     for t in range(len(p)):
         new = jnp.zeros((1, 1, 1, 8))
         kv = kv.append(new, new, jnp.asarray([[t]], jnp.int32))

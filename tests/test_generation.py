@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import budgets, compose, methods, models
+from kvjax.experiments.core.continuing import continued
 from kvjax.generation import beams, loop, sampling
 from kvjax.generation import generate as generating
 from kvjax.run import steps
@@ -148,7 +149,7 @@ def test_rows_go_on_behind_given_tokens_up_to_their_limits(shallow, read):
     given, known = np.random.default_rng(6).integers(0, 61, (steps, 3)), np.arange(steps)[:, None] < num_given
     at = loop.begin(logits, state, given=(given[0], known[0]))
     run = jax.jit(lambda at, *args: loop.decode_tokens(*shallow, at, *args, chunk=steps, waits=False))
-    found, after = loop.continued(run, at, (given, known), limits)
+    found, after = continued(run, at, (given, known), limits)
     assert after.state.length.tolist() == (T + limits).tolist()
     tokens = [found.tokens[:n, b].tolist() for b, n in enumerate(limits)]
     again, _ = generating.feed(*shallow, models.pad_left(tokens)[0], state, lengths=limits)

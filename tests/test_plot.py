@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kvjax import analysis, plot
 from kvjax.analysis import Interval
-from kvjax.contract import EMPTY, Decision, LayerInfo
+from kvjax.contract import EMPTY, Decision, LayerInfo, Policy
 from kvjax.plot.style import columns_for, wrapped
 from kvjax.run.state import State
 from kvjax.storage import empty
@@ -40,7 +40,7 @@ def positions():
 
 def layers():
     info = LayerInfo(0, 3, 2, 2, 4, T, 0)
-    return tuple(empty(info, 1, jnp.float32, slots=T).replace(pos=jnp.asarray(p)[None]) for p in positions())
+    return tuple(empty(info, Policy(), 1, jnp.float32, T).replace(pos=jnp.asarray(p)[None]) for p in positions())
 
 
 def state():

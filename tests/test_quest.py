@@ -65,7 +65,7 @@ def test_the_slots_of_pages_are_those_that_are_shown(shuffled):
     for pages in (1, 2):
         policy = methods.quest(SIZE * pages, size=SIZE, dense=0).at(0, 1)
         how = {"prompt": M, "new": 1, "N": N, "K": K, "H": H}
-        kv = empty(info, 1, "float32", policy.memory(info)).append(k[:1], v[:1], jnp.zeros((1, M), jnp.int32))
+        kv = empty(info, policy, 1, "float32").append(k[:1], v[:1], jnp.zeros((1, M), jnp.int32))
         kv = kv.replace(pos=jnp.asarray(pos, jnp.int32))
         kv, ctx = policy.update(kv, {}, moment(policy, M, phase="prefill", **how)), moment(policy, M, **how)
         reads = policy.reads(kv, AttentionInputs(row, row, kv, jnp.asarray([[M - 1]]), ctx, tensors.unturned), ctx)

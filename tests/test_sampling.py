@@ -22,6 +22,7 @@ from kvjax.generation.sampling import (
     TopP,
     seen_tokens,
 )
+from kvjax.run.state import Prompts
 
 V = 61
 FILTERS = {
@@ -58,7 +59,7 @@ def test_filters_are_those_of_transformers(name):
     logits[0, 3:7] = -np.inf  # what an earlier filter may leave
     parts = getattr(FILTERS[name], "filters", (FILTERS[name],))
     theirs = their_processors(parts)(torch.tensor(ids), torch.tensor(logits)).numpy()
-    seen = seen_tokens(jnp.asarray(ids), jnp.full((64,), 9), V)
+    seen = seen_tokens(Prompts(ids, np.full(64, 9)), V)
     ours = np.asarray(FILTERS[name](jnp.asarray(logits), seen))
     np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
     np.testing.assert_allclose(ours, theirs, rtol=1e-6)

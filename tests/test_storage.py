@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import methods, models
 from kvjax.budgets import Schedule
-from kvjax.contract import EMPTY, LAST, LayerInfo, Layout, PerSlot, Reads
+from kvjax.contract import EMPTY, LAST, LayerInfo, Layout, PerSlot, Policy, Reads
 from kvjax.methods.released import papers
 from kvjax.models import mpt
 from kvjax.storage import Layer, Pool, empty, to_pool
@@ -121,11 +121,18 @@ def test_a_pool_stores_all_channels(shallow):
 # ------------------------------------------------------------------------------------------------ slots
 
 
+class Remembers(Policy):
+    """A number of each slot."""
+
+    def memory(self, info):
+        return PerSlot()
+
+
 def layer(pos, H=4):
     """A layer whose keys, values and memory are the positions of their tokens."""
     pos = jnp.asarray(pos, jnp.int32)
     k = jnp.broadcast_to(pos[..., None], (*pos.shape, H)).astype(jnp.float32)
-    like = empty(LayerInfo(0, 1, pos.shape[1], pos.shape[1], H, 8, 0), len(pos), k.dtype, PerSlot())
+    like = empty(LayerInfo(0, 1, pos.shape[1], pos.shape[1], H, 8, 0), Remembers(), len(pos), k.dtype)
     return Layer(k, -k, pos, like.fault, pos.astype(jnp.float32), how=like.how)
 
 

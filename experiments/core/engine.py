@@ -23,12 +23,13 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.configs.experiment import Made, with_params
+from kvjax.experiments.core.continuing import continued
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
-from kvjax.generation.beams import checked_search, rules_of, searched
-from kvjax.generation.loop import NO_TOKEN, Decoding, begin, continued, decode_tokens, log_prob
+from kvjax.generation.beams import checked_rules, searched
+from kvjax.generation.loop import NO_TOKEN, Decoding, begin, decode_tokens, log_prob
 from kvjax.models import pad_left
-from kvjax.run.apply import HidesTokens, apply_policy
+from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_positions, end_ids
 from kvjax.run.layers import step
 from kvjax.run.mesh import on_mesh
@@ -168,7 +169,7 @@ def _likelihoods(
 
     def next_block(state, here):
         ids, after, valid = here
-        logits, state, _ = step(model, params, ids, state, valid, "prefill", grow=True, ends=False, every=True)
+        logits, state, _ = step(model, params, ids, state, valid, ends=False, every=True)
         return state, jax.vmap(log_prob, 1, 1)(logits, after)
 
     given = blocks(tokens), blocks(jnp.roll(tokens, -1, 1)), valid
@@ -308,7 +309,7 @@ class Engine:
         policy, own = with_params(made)
         self.model, self.policy, self.shape, self.batch_size = model, policy, shape, batch_size
         self.at_once = batch_size
-        self.mesh, self.params = mesh, params if mesh is None else on_mesh(model, params, mesh, batch_size)
+        self.mesh, self.params = mesh, on_mesh(model, params, mesh, batch_size)
         self.tokenizer, self.block, self.texts = tokenizer, block, texts
         self.forget()
         self.cost: Line = {}
@@ -326,10 +327,7 @@ class Engine:
             raise ValueError(
                 f"a text of {short} tokens is one block of {block or 1}; give longer texts, or smaller blocks"
             )
-        self._rules = None
-        if shape.num_beams > 1:
-            self._searching = checked_search(model, shape.num_beams, shape.planned, None)
-            self._rules = rules_of(shape.num_beams, shape.planned, 1.0, False, shape.planned)
+        self._rules = checked_rules(model, shape.num_beams, shape.planned, None) if shape.num_beams > 1 else None
         longest = max(shape.prompts, key=lambda p: len(p.tokens) + p.steps)
         check_positions(model.config, self.plan, np.array([len(longest.tokens)]), longest.steps, block)
 
@@ -383,7 +381,7 @@ class Engine:
         programs = [self._go_on]
         if self._rules is not None:
             rules = dataclasses.replace(self._rules, longest=ints(B))
-            self._search = self._once(searched, logits, state, rules, most=M, **self._searching)
+            self._search = self._once(searched, logits, state, rules)
             programs.append(self._search)
         size = lambda x: x.size * x.dtype.itemsize
         each = [sum(size(x) for x in (layer.k, layer.v)) // B for layer in state.layers]
@@ -431,7 +429,7 @@ class Engine:
     def _evicted(self, full: Full) -> tuple[Float[Array, "B V"], kvjax.State]:
         """The logits of a batch, and its state after the policy, in arrays of their own."""
         state = dataclasses.replace(full.state, params=self._own)
-        return jnp.copy(full.logits), jax.tree.map(jnp.copy, apply_policy(self.policy, state, full.stats, self.run_in))
+        return jnp.copy(full.logits), jax.tree.map(jnp.copy, state.applied(self.policy, full.stats, self.run_in))
 
     def run(
         self, prompts: Sequence[Prompt], shown: Collection[Example] = (), full: Full | None = None

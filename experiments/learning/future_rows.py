@@ -77,7 +77,7 @@ class RankedReading:
         tokens = jnp.stack([jnp.asarray(hparams.budget) for hparams in each]).astype(float).mean(0)
         newer = jnp.flip(jnp.flip(self.safe, -1).cumsum(-1, dtype=jnp.int32), -1) - self.safe.astype(jnp.int32)
         safe = self.safe & (newer < tokens[:, None, None, None])  # slots stand in the order of positions here
-        votes = [o for o in self.full.stats.names[0] if isinstance(o, VotingRows)]
+        votes = [o for o in self.full.stats.of(0) if isinstance(o, VotingRows)]
         voters = tuple(self.full.stats.of(i)[votes[0]] for i in range(len(each))) if votes else None
         prior = None if self.prior is None else self.prior.astype(float)
         return View(self.score, pos, self.live, safe, tokens, voters, prior, self.drawn)

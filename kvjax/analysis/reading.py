@@ -45,7 +45,7 @@ from kvjax.run.layers import Attend, embed, in_turn, layer_step
 from kvjax.run.plan import Plan
 from kvjax.run.prefill_each import Stored, read_whole, stored_as
 from kvjax.run.state import AttnStats, State, row_keys
-from kvjax.storage import Layer, Storage
+from kvjax.storage import Layer
 
 Left = Sequence[Layer] | Bool[Array, "L B heads T"] | Float[Array, "L B heads T"] | Sequence[Any]
 """What is left of the prompt in every layer: a mask, gates between 0 and 1, or the layer after a policy."""
@@ -192,16 +192,16 @@ class Reading:
         tiny = jnp.finfo(dtype).tiny  # finite weights, as infinite ones have no gradient
         return kv.replace(log_weight=jnp.log(jnp.maximum(keep.astype(dtype), tiny)))
 
-    def attend(self, layer: int, kv: Storage, observe: tuple[Observation, ...] = ()) -> Attend:
+    def attend(self, layer: int, observe: tuple[Observation, ...] = ()) -> Attend:
         """The attention of a layer, over any cache, for the rows that follow; it stores them there."""
         length = self.lengths + self.continuation.shape[1]
         state = dataclasses.replace(self.state, length=length, hparams=((),) * len(self.state.layers), params=())
         ctx = state.context(layer, "prefill", self.continuation)
-        return Attend(ctx, self.rows, observe=observe, num_kv_heads=kv.pos.shape[1], evict=False, gives=True)
+        return Attend(ctx, self.rows, observe=observe, evict=False, gives=True)
 
     def outputs(self, layer: int, kv: Layer) -> Float[Array, "B N F H"]:
         """The attention outputs of the rows that follow, by the full cache's queries, where a layer is `kv`."""
-        of, attend = self.later[layer], self.attend(layer, kv)
+        of, attend = self.later[layer], self.attend(layer)
         return attend(_in_order(kv), of.q, of.k, of.v, layer=layer, rotate=of.rotate, logits=of.logits)[0]
 
     def logits_after(self, model: Model, params: PyTree, keep: Left) -> Float[Array, "B F V"]:
@@ -218,7 +218,7 @@ class Reading:
           ValueError: what `left` refuses.
         """
         layers = self.left(keep)
-        attends = [self.attend(i, kv) for i, kv in enumerate(layers)]
+        attends = [self.attend(i) for i in range(len(layers))]
         return _over(model, params, self, tuple(map(_in_order, layers)), attends)[0]
 
 
@@ -304,8 +304,8 @@ class _Following:
     attend: Attend
 
     def __call__(self, kv: Layer, q: Array, k: Array, v: Array, *, out_proj: Any = None, **how: Any) -> Any:
-        out, after, ((mass,), _) = self.attend(kv, q, k, v, out_proj=out_proj, **how)
-        mass, logits = mass[..., : kv.pos.shape[2]] / q.shape[2], how.get("logits", Logits())
+        out, after, (seen, _) = self.attend(kv, q, k, v, out_proj=out_proj, **how)
+        mass, logits = seen[_MASS][..., : kv.pos.shape[2]] / q.shape[2], how.get("logits", Logits())
         return out, after, Later(q, k, v, out, mass, out_proj, logits, rotate=how["rotate"])
 
 
@@ -353,7 +353,7 @@ def read(
     _, state, stats = read_whole(model, params, prompts, after.shape[1], policies=policies, stored=stored, key=key)
     bare = Reading(state, stats, (), jnp.zeros((len(after), 0, 0)), jnp.asarray(after))
     layers = [*map(_bare, state.layers)]
-    attends = [_Following(bare.attend(i, kv, (_MASS,))) for i, kv in enumerate(layers)]
+    attends = [_Following(bare.attend(i, (_MASS,))) for i in range(len(layers))]
     logits, later = _over(model, params, bare, layers, attends)
     return dataclasses.replace(bare, later=tuple(later), logits=logits)
 

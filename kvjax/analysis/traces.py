@@ -112,10 +112,10 @@ def trace(reading: Reading) -> Traces:
     T, R = reading.state.layers[0].pos.shape[2], reading.continuation.shape[1]
     rows, own = [], []
     for i, (kv, later) in enumerate(zip(reading.state.layers, reading.later, strict=True)):
-        attend = reading.attend(i, kv, (votes(R),))
+        attend = reading.attend(i, (votes(R),))
         new = later.q, later.k, later.v
-        _, _, ((row,), _) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, logits=later.logits)
-        rows.append(row)  # "B N R S+R"
+        _, _, (seen, _) = attend(kv.replace(memory=()), *new, layer=i, rotate=later.rotate, logits=later.logits)
+        rows.append(row := seen[votes(R)])  # "B N R S+R"
         v = by_query_head(later.v, row.shape[1])
         own.append(jnp.einsum("bnrs,bnsh->bnrh", row[..., T:], v.astype(row.dtype)))
     every = jnp.stack(rows, axis=1)

@@ -26,6 +26,7 @@ from kvjax.contract.types import LAST as LAST
 from kvjax.contract.types import AttentionInputs as AttentionInputs
 from kvjax.contract.types import Context as Context
 from kvjax.contract.types import Decision as Decision
+from kvjax.contract.types import Ids as Ids
 from kvjax.contract.types import LayerInfo as LayerInfo
 from kvjax.contract.types import LayerView as LayerView
 from kvjax.contract.types import Layout as Layout
@@ -56,7 +57,6 @@ from kvjax.pallas_kernels.kinds import AtLeastOne as AtLeastOne
 from kvjax.pallas_kernels.kinds import Cosine as Cosine
 from kvjax.pallas_kernels.kinds import LayerParams as LayerParams
 from kvjax.pallas_kernels.kinds import NonNegative as NonNegative
-from kvjax.pallas_kernels.kinds import Number as Number
 from kvjax.pallas_kernels.kinds import Odd as Odd
 from kvjax.pallas_kernels.kinds import Positive as Positive
 from kvjax.pallas_kernels.kinds import PRNGKey as PRNGKey

@@ -136,7 +136,7 @@ class Tokenizer(Protocol):
     """
 
     @property
-    def bos_token_id(self) -> Any: ...
+    def bos_token_id(self) -> int | None: ...
 
     def __call__(self, text: Any, /, **options: Any) -> Any:
         """What holds `input_ids`, the token ids of a text."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from kvjax.contract.types import (
 )
 from kvjax.contract.values import Prompts, Tree, Value, resolve
 from kvjax.pallas_kernels.kinds import MOST
+
+H = TypeVar("H", bound=Hashable)
 
 
 class Policy(Value):
@@ -203,7 +205,7 @@ class Rewrite(Part):
         raise ValueError(f"{type(self).__name__} has no `__call__(decision, slots)`; give the decision")
 
 
-def unique(items: Iterable[Hashable]) -> tuple[Any, ...]:
+def unique(items: Iterable[H]) -> tuple[H, ...]:
     """The items without duplicates, in order."""
     return tuple(dict.fromkeys(items))
 
@@ -220,13 +222,13 @@ def children(x: Any) -> list[Part]:
     return [part for y in each for part in (y if isinstance(y, tuple) else (y,))]
 
 
-def of_parts(x: Any, one: Callable[[Any], Any], **more: Any) -> Any:
+def of_parts(x: Any, one: Callable[[Any], PyTree], **more: PyTree) -> PyTree:
     """A `Tree` with `one(part)` for each field of a value that holds parts, and `more`; () if it would be empty."""
     found = {name: tuple(map(one, y)) if isinstance(y, tuple) else one(y) for name, y in _parts(x).items()} | more
     return Tree(**found) if found else ()
 
 
-def resolved(x: Any, info: LayerInfo, lengths: Prompts, budget: Prompts | None = None, **more: Any) -> Any:
+def resolved(x: Any, info: LayerInfo, lengths: Prompts, budget: Prompts | None = None, **more: PyTree) -> PyTree:
     """The `hparams` of a value by field: counts in tokens, "M" int32, and the `hparams` of its parts."""
     whole = lambda n: np.minimum(n, MOST).astype(np.int32)
     counts = {

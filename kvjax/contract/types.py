@@ -1,12 +1,14 @@
 """Arguments of policies: sizes on the host; the layer, the context and statistics in traced code."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, runtime_checkable
+import functools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, UInt32
+from numpy.typing import ArrayLike
 
 from kvjax.contract.values import Prompts, value
 from kvjax.pallas_kernels.columns import hash_uniform
@@ -18,6 +20,8 @@ EMPTY = -1  # the position of a dead slot
 LAST = jnp.iinfo(jnp.int32).max  # later than any position
 Phase = Literal["prefill", "decode", "replay"]
 Rotate: TypeAlias = Callable[[Array, Array], Array]  # the rotary embedding: (x "B K T H", positions "B K T") -> x
+Ids: TypeAlias = ArrayLike | Sequence[object]  # ids or numbers of tokens: an array of numpy or JAX, or lists of lists
+V = TypeVar("V", bound="LayerView")
 
 
 def turned_queries(rotate: Rotate, q: Float[Array, "B N T H"], pos: Int[Array, "B #N T"]) -> Float[Array, "B N T H"]:
@@ -117,51 +121,48 @@ class Sizes:
     hparams: PyTree = ()
 
 
-@runtime_checkable
-class LayerView(Protocol):
+@dataclasses.dataclass(frozen=True)
+class LayerView:
     """A layer's cache as policies see it, however it is stored. A slot is live if `pos >= 0`; slots have no order.
 
     Attributes:
-      k, v: keys as rows read them in every layout, "B K S H": rotated to where they stand, 0 in channels that were
-        dropped; and values. An observation of `UnrotatedKeys` has them before rotation.
+      k: keys as rows read them in every layout, rotated to where they stand, 0 in channels that were dropped. An
+        observation of `UnrotatedKeys` has them before rotation.
+      v: values.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
+      fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       memory: what the policy remembers: the tree that `memory` listed.
       log_weight: the logarithm of what each slot counts in attention, None for one each.
       channels: the key channels that compaction keeps, None for all; of keys before rotation for positions by rank.
-      fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       how: what is static: positions, and what the policy writes.
-      live: which slots hold a token.
-      num_live: tokens of every head.
     """
 
-    @property
-    def k(self) -> Float[Array, "B K S H"]: ...
-    @property
-    def v(self) -> Float[Array, "B K S H"]: ...
-    @property
-    def pos(self) -> Int[Array, "B K S"]: ...
-    @property
-    def memory(self) -> PyTree: ...
-    @property
-    def log_weight(self) -> Float[Array, "B K S"] | None: ...
-    @property
-    def channels(self) -> Int[Array, "B K _"] | None: ...
-    @property
-    def fault(self) -> Bool[Array, "B K"]: ...
-    @property
-    def how(self) -> Any: ...
-    @property
-    def live(self) -> Bool[Array, "B K S"]: ...
-    @property
-    def num_live(self) -> Int[Array, "B K"]: ...
+    k: Float[Array, "B K S C"]
+    v: Float[Array, "B K S H"]
+    pos: Int[Array, "B K S"]
+    fault: Bool[Array, "B K"]
+    memory: PyTree = ()
+    log_weight: Float[Array, "B K S"] | None = None
+    channels: Int[Array, "B K _"] | None = None
+    how: Any = static(default=None)
 
-    def replace(self, **fields: Any) -> "LayerView":
+    @property
+    def live(self) -> Bool[Array, "B K S"]:
+        """Which slots hold a token."""
+        return self.pos != EMPTY
+
+    @property
+    def num_live(self) -> Int[Array, "B K"]:
+        """Tokens that every head holds."""
+        return self.live.sum(-1, dtype=jnp.int32)
+
+    def replace(self: V, **fields: Any) -> V:
         """The same layer with other fields."""
-        ...
+        return dataclasses.replace(self, **fields)
 
-    def keep(self, mask: Bool[Array, "B K S"]) -> "LayerView":
+    def keep(self: V, mask: Bool[Array, "B K S"]) -> V:
         """The layer without the slots outside `mask`; nothing moves."""
-        ...
+        return self.replace(pos=jnp.where(mask, self.pos, EMPTY))
 
 
 @pytree
@@ -218,13 +219,8 @@ class Context:
 
     def seed(self, *salts: int) -> UInt32[Array, "B"]:
         """A random number for each sequence and layer, the same at every step."""
-
-        def bits(key: Key[Array, ""]) -> UInt32[Array, ""]:
-            for salt in (self.layer, *salts):
-                key = jax.random.fold_in(key, salt)
-            return jax.random.bits(key, (), jnp.uint32)
-
-        return jax.vmap(bits)(self.keys)
+        folded = lambda key: functools.reduce(jax.random.fold_in, (self.layer, *salts), key)
+        return jax.vmap(lambda key: jax.random.bits(folded(key), (), jnp.uint32))(self.keys)
 
     def uniform(self, pos: Int[Array, "B K S"], shared: bool = False) -> Float[Array, "B K S"]:
         """A random number in (0, 1) for every slot, new at every step; with `shared`, the same in all heads."""
@@ -283,6 +279,11 @@ class Stats(dict[Any, Any]):
     def _there(self) -> str:
         there = ", ".join(f"stats[{x!r}]" for x in self)
         return f"There is {there or 'nothing: attention is stats[Rows()], where observe= has Rows()'}"
+
+
+jax.tree_util.register_pytree_node(
+    Stats, lambda x: (tuple(x.values()), tuple(x)), lambda names, found: Stats(zip(names, found, strict=True))
+)
 
 
 @pytree

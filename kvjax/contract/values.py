@@ -64,7 +64,7 @@ def resolve(n: Count, prompt: Prompts, budget: Prompts | None = None) -> Prompts
     return found
 
 
-def place(fn: Callable[..., Any]) -> str:
+def place(fn: Any) -> str:
     """A function by its name, file and line, for errors; others as repr."""
     code = getattr(fn, "__code__", None)
     return repr(fn) if code is None else f"{fn.__qualname__} ({code.co_filename}:{code.co_firstlineno})"

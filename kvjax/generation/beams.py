@@ -24,11 +24,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
+from kvjax.contract import Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.contract.checks import whole
 from kvjax.generation.loop import NO_TOKEN
 from kvjax.generation.sampling import Greedy
-from kvjax.pallas_kernels.pytree import pytree
+from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.checks import check_logits, check_model, check_prompts, check_request, check_room, check_state
 from kvjax.run.mesh import on_mesh
 from kvjax.run.plan import Plan
@@ -56,20 +56,32 @@ class Beams:
 
 
 @pytree
-class _Rules:
-    """How hypotheses are compared, as data, so that another penalty compiles nothing new.
+class Rules:
+    """How a search goes: how hypotheses are compared, as data, so that another penalty compiles nothing new.
 
     Attributes:
       penalty: what the sum of log probabilities of a hypothesis of n tokens is divided by.
       hope: what that of the best running beam of n tokens is divided by, to see whether it may still enter the pool.
       greedy: whether a sequence closes as soon as its pool is full.
       longest: tokens of the longest hypothesis, of all sequences or of each.
+      num_beams, num_returned: W and R.
+      ends: tokens that end a hypothesis.
+      pad_id: the token that follows the end.
     """
 
-    penalty: Float[Array, "lengths"]
-    hope: Float[Array, "lengths"]
-    greedy: Bool[Array, ""]
-    longest: Int[Array, "*B"]
+    penalty: Float[Any, "lengths"]
+    hope: Float[Any, "lengths"]
+    greedy: Bool[Any, ""]
+    longest: Int[Any, "*B"]
+    num_beams: int = static()
+    num_returned: int = static()
+    ends: tuple[int, ...] = static()
+    pad_id: int = static()
+
+    def up_to(self, most: int) -> "Rules":
+        """The rules in the program of hypotheses of `most` tokens, none of which is longer than `longest`."""
+        table = lambda x: np.pad(x, (0, most + 1 - len(x)), mode="edge")
+        return dataclasses.replace(self, penalty=table(self.penalty), hope=table(self.hope))
 
 
 @pytree
@@ -156,7 +168,7 @@ def _continued(
 
 
 def _run_on(
-    running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], num_beams: Size
+    running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], num_beams: int
 ) -> _Running:
     """The best candidates that do not end, each with a copy of its parent's cache."""
     P = running.scores.shape[1]
@@ -166,7 +178,7 @@ def _run_on(
 
 
 def _collect(
-    pool: _Pool, running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], rules: _Rules
+    pool: _Pool, running: _Running, found: _Candidates, ends: Bool[Array, "B C"], step: Int[Array, ""], rules: Rules
 ) -> _Pool:
     """Adds those of the best W candidates that end to the pool."""
     W, R, P = pool.scores.shape[1], pool.lengths.shape[1], running.scores.shape[1]
@@ -192,7 +204,7 @@ def _collect(
     )
 
 
-def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: _Rules) -> _Pool:
+def _close(pool: _Pool, running: _Running, step: Int[Array, ""], rules: Rules) -> _Pool:
     """Closes the sequences whose pool cannot change any more."""
     worst = pool.scores[:, -1]
     may_improve = ~(running.scores[:, 0] / rules.hope[step + 1] <= worst)  # what is no number stays open
@@ -221,33 +233,20 @@ def generate_beams_from(
     """
     check_state(model, params, state)
     check_logits(model, state, logits)
-    rules = length_penalty, early_stopping
-    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences)
+    how = length_penalty, early_stopping, num_return_sequences
+    rules = checked_rules(model, num_beams, max_new_tokens, eos_ids, pad_id, *how)
     check_room(state, max_new_tokens - 1)
-    rules = rules_of(num_beams, max_new_tokens, length_penalty, early_stopping, max_new_tokens)
-    return searched(model, params, logits, state, rules, most=max_new_tokens, **search)
+    return searched(model, params, logits, state, rules)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_beams", "most", "ends", "pad_id", "num_returned"))
-def searched(
-    model: Model,
-    params: PyTree,
-    logits: Float[Array, "B V"],
-    state: State,
-    rules: _Rules,
-    *,
-    num_beams: Size,
-    most: int,
-    ends: tuple[int, ...],
-    pad_id: Amount,
-    num_returned: int,
-) -> Beams:
-    """The search, in a program for hypotheses of at most `most` tokens. Its loop ends with the last open sequence."""
-    W, R, B = num_beams, num_returned, logits.shape[0]
-    eos = jnp.asarray(ends, jnp.int32)
+@functools.partial(jax.jit, static_argnames="model")
+def searched(model: Model, params: PyTree, logits: Float[Array, "B V"], state: State, rules: Rules) -> Beams:
+    """The search, in a program for hypotheses of as many tokens as `rules` go up to. It ends with the last open one."""
+    W, R, B, M = rules.num_beams, rules.num_returned, logits.shape[0], len(rules.penalty) - 1
+    eos = jnp.asarray(rules.ends, jnp.int32)
     rules = dataclasses.replace(rules, longest=jnp.broadcast_to(rules.longest, (B,)))
     first = jnp.zeros((B, R), jnp.int32)
-    prompt = _Running(jnp.full((B, 1, most), pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
+    prompt = _Running(jnp.full((B, 1, M), rules.pad_id, jnp.int32), jnp.zeros((B, 1), jnp.float32), state)
     pool = _Pool(
         jnp.full((B, W), -jnp.inf, jnp.float32),
         jnp.repeat(prompt.tokens, R, axis=1),
@@ -257,7 +256,7 @@ def searched(
     )
 
     def extend(step, logits, running, pool):
-        found = _candidates(logits, running.scores, W, len(ends))
+        found = _candidates(logits, running.scores, W, len(rules.ends))
         ended = jnp.isin(found.tokens, eos)
         pool = _collect(pool, running, found, ended | (step + 1 == rules.longest[:, None]), step, rules)
         running = _run_on(running, found, ended, step, W)
@@ -277,13 +276,13 @@ def searched(
 def generate_beams(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     *,
     policy: Policy = Policy(),
     num_beams: Size = 4,
     max_new_tokens: Size,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
     length_penalty: float = 1.0,
@@ -330,20 +329,17 @@ def generate_beams(
         beams, a penalty out of range; always before anything runs.
     """
     check_model(model, params)
-    rules = length_penalty, early_stopping
-    search = checked_search(model, num_beams, max_new_tokens, eos_ids, pad_id, *rules, num_return_sequences, policy)
+    how = length_penalty, early_stopping, num_return_sequences
+    rules = checked_rules(model, num_beams, max_new_tokens, eos_ids, pad_id, *how)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    if mesh is not None:
-        params = on_mesh(model, params, mesh, len(prompts.tokens))
-    how = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
-    logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
-    most = state.plan.infos[0].max_new_tokens
-    rules = rules_of(num_beams, max_new_tokens, length_penalty, early_stopping, most)
-    found = searched(model, params, logits, state, rules, most=most, **search)
+    params = on_mesh(model, params, mesh, len(prompts.tokens))
+    reads = {"key": key, "plan": plan, "policy_params": policy_params, "mesh": mesh, "buckets": buckets}
+    logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **reads)
+    found = searched(model, params, logits, state, rules.up_to(state.plan.infos[0].max_new_tokens))
     return dataclasses.replace(found, tokens=found.tokens[:, :, :max_new_tokens])
 
 
-def checked_search(
+def checked_rules(
     model: Model,
     num_beams: Size,
     max_new_tokens: Size,
@@ -352,9 +348,8 @@ def checked_search(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     num_return_sequences: Size = 1,
-    policy: Policy = Policy(),
-) -> dict[str, Any]:
-    """Checks the options of a search, and returns the static ones of `searched`."""
+) -> Rules:
+    """The rules of a search whose options have been checked, those of `generate_beams`."""
     eos = tuple(sorted(set(check_request(model, Greedy(), eos_ids, pad_id, None))))
     vocab = model.config.vocab_size
     whole("num_beams", num_beams, 1, vocab, "search with at least 1 beam, which is greedy generation")
@@ -372,17 +367,9 @@ def checked_search(
             f"length_penalty={length_penalty!r}: {max_new_tokens} tokens to that power are no number of float32; "
             "choose a penalty nearer to 0"
         )
-    return {"num_beams": num_beams, "ends": eos, "pad_id": int(pad_id), "num_returned": num_return_sequences}
-
-
-def rules_of(
-    num_beams: Size, max_new_tokens: int, length_penalty: float, early_stopping: bool | str, most: int
-) -> _Rules:
-    """The `_Rules` of one search, in tables for `most` tokens."""
-    longest = float(max_new_tokens) if early_stopping == "never" and length_penalty > 0 else None
-    n = np.clip(np.arange(most + 1, dtype=np.float64), 1, max_new_tokens)
-    penalty = n**length_penalty
-    hope = penalty if longest is None else np.full_like(penalty, longest**length_penalty)
+    penalty = np.clip(np.arange(max_new_tokens + 1, dtype=np.float64), 1, None) ** length_penalty
+    hopes = early_stopping == "never" and length_penalty > 0
+    hope = np.full_like(penalty, float(max_new_tokens) ** length_penalty) if hopes else penalty
     greedy = early_stopping is True or num_beams == 1
-    tables = jnp.asarray(penalty, jnp.float32), jnp.asarray(hope, jnp.float32)
-    return _Rules(*tables, jnp.asarray(greedy), jnp.int32(max_new_tokens))
+    data = penalty.astype(np.float32), hope.astype(np.float32), np.asarray(greedy), np.int32(max_new_tokens)
+    return Rules(*data, num_beams, num_return_sequences, eos, pad_id)

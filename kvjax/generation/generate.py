@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
+from kvjax.contract import Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.generation.loop import Decoding, begin, decoded, log_prob
 from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
 from kvjax.pallas_kernels.pytree import pytree
@@ -30,7 +30,7 @@ from kvjax.run.checks import (
 )
 from kvjax.run.mesh import on_mesh
 from kvjax.run.plan import Plan
-from kvjax.run.state import Prompts, State
+from kvjax.run.state import State
 from kvjax.run.steps import read_prompts
 
 
@@ -54,12 +54,12 @@ class Generation:
 def generate(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     *,
     policy: Policy = Policy(),
     max_new_tokens: Size,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
@@ -95,14 +95,13 @@ def generate(
     check_model(model, params)
     ends = check_request(model, sampler, eos_ids, pad_id, key)
     prompts, steps = check_prompts(model, tokens, lengths, attention_mask), max_new_tokens
-    if mesh is not None:
-        params = on_mesh(model, params, mesh, len(prompts.tokens))
+    params = on_mesh(model, params, mesh, len(prompts.tokens))
     how: dict[str, Any] = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh}
     how |= {"buckets": buckets, "progress": progress}
     logits, state = read_prompts(model, params, prompts, policy, steps, **how)
-    seen = seen_of(model, prompts) if sampler.reads_seen else None
-    at = begin(logits, state, seen, sampler=sampler, ends=ends)
-    return _generated(model, params, at, steps, state.plan.infos[0].max_new_tokens, sampler, ends, pad_id, True)
+    seen = seen_tokens(prompts, model.config.vocab_size) if sampler.reads_seen else None
+    how = {"sampler": sampler, "ends": ends, "pad_id": pad_id, "in_place": True}
+    return _generated(model, params, logits, state, seen, steps, state.plan.infos[0].max_new_tokens, **how)
 
 
 def generate_from(
@@ -115,7 +114,7 @@ def generate_from(
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
-    tokens: Any = None,
+    tokens: Ids | None = None,
 ) -> Generation:
     """Generates from the logits and the state that `prefill`, `feed` or an earlier call returned.
 
@@ -135,48 +134,38 @@ def generate_from(
     check_logits(model, state, logits)
     ends = check_request(model, sampler, eos_ids, pad_id, state.keys)
     check_room(state, max_new_tokens - 1)
-    read = _already_read(model, tokens, state) if sampler.reads_seen or tokens is not None else None
-    seen = seen_of(model, read) if sampler.reads_seen and read is not None else None
-    at = begin(logits, state, seen, sampler=sampler, ends=ends)
-    return _generated(model, params, at, max_new_tokens, max_new_tokens, sampler, ends, pad_id, False)
-
-
-def _already_read(model: Model, tokens: Any, state: State) -> Prompts:
-    """Tokens that a state has read, for samplers."""
-    if tokens is None:
+    seen = None
+    if tokens is not None:
+        tokens = as_array("tokens", tokens, np.integer, (len(state.length), None), "integers, one row a sequence")
+        if not traced(state.length) and (most := int(np.max(state.length))) > tokens.shape[1]:
+            raise ValueError(
+                f"the state has read {most} tokens, but tokens= holds {tokens.shape[1]} a sequence; give all"
+            )
+        read = check_rows(model, tokens, state.length, len(state.length))
+        seen = seen_tokens(read, model.config.vocab_size) if sampler.reads_seen else None
+    elif sampler.reads_seen:
         raise ValueError("the sampler has a repetition penalty; give tokens=, what the state has read, padded left")
-    tokens = as_array("tokens", tokens, np.integer, (len(state.length), None), "integers, one row a sequence")
-    if not traced(state.length) and (most := int(np.max(state.length))) > tokens.shape[1]:
-        raise ValueError(f"the state has read {most} tokens, but tokens= holds {tokens.shape[1]} a sequence; give all")
-    return check_rows(model, tokens, state.length, len(state.length))
-
-
-def seen_of(model: Model, prompts: Prompts) -> Bool[Array, "B V"]:
-    """Which tokens of the vocabulary each prompt has, for samplers that ask."""
-    return seen_tokens(jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths), model.config.vocab_size)
+    how = {"sampler": sampler, "ends": ends, "pad_id": pad_id}
+    return _generated(model, params, logits, state, seen, max_new_tokens, max_new_tokens, **how)
 
 
 def _generated(
-    model: Model,
-    params: PyTree,
-    at: Decoding,
-    steps: int,
-    most: int,
-    sampler: Sampler,
-    ends: tuple[int, ...],
-    pad_id: Amount,
-    in_place: bool,
+    model: Model, params: PyTree, logits: Array, state: State, seen: Array | None, steps: int, most: int, **how: Any
 ) -> Generation:
-    """Generates `steps` tokens, the first of which is drawn, in a program for `most`."""
+    """Generates `steps` tokens in a program for `most`."""
+    ends = how["ends"]
+    at = begin(logits, state, seen, sampler=how["sampler"], ends=ends)
     count = jnp.int32(steps - 1) if most > 1 and (ends or steps < most) else None  # no loop of no steps
-    how: dict[str, Any] = {"chunk": most - 1, "sampler": sampler, "ends": ends, "pad_id": pad_id}
-    found, after = decoded(model, params, at, None, count, in_place=in_place, **how)
-    each = _joined(at.token, at.log_prob, found.tokens, found.log_probs, steps=steps, ends=ends)
-    return Generation(each[0], each[1], each[2], after.state)
+    found, after = decoded(model, params, at, None, count, chunk=most - 1, **how)
+    drawn = at.token, at.log_prob, found.tokens, found.log_probs
+    tokens, lengths, log_probs = _joined(*drawn, steps=steps, ends=ends)
+    return Generation(tokens, lengths, log_probs, after.state)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "ends"))
-def _joined(token: Any, probability: Any, tokens: Any, probabilities: Any, *, steps: int, ends: Any):
+def _joined(
+    token: Array, probability: Array, tokens: Array, probabilities: Array, *, steps: int, ends: tuple[int, ...]
+) -> tuple[Array, Array, Array]:
     tokens = jnp.concatenate([token[None], tokens])[:steps].T
     probabilities = jnp.concatenate([probability[None], probabilities])[:steps].T
     ended = jnp.isin(tokens, jnp.asarray(ends, jnp.int32))
@@ -190,7 +179,7 @@ def _logits(logits: Array, token: Array, state: State) -> Array:
 
 
 def feed(
-    model: Model, params: PyTree, tokens: Any, state: State, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Ids, state: State, *, lengths: Ids | None = None
 ) -> tuple[Float[Array, "B T V"], State]:
     """Reads given tokens one decode step each: a question after compression, say.
 
@@ -214,7 +203,7 @@ def feed(
 
 
 def score(
-    model: Model, params: PyTree, tokens: Any, logits: Float[Array, "B V"], state: State, *, lengths: Any = None
+    model: Model, params: PyTree, tokens: Ids, logits: Float[Array, "B V"], state: State, *, lengths: Ids | None = None
 ) -> tuple[Float[Array, "B T"], State]:
     """Reads given tokens one decode step each: the log-probability of every one, given those before it.
 
@@ -230,9 +219,8 @@ def score(
     Raises:
       ValueError: what `feed` refuses, and logits that are not the state's.
     """
-    check_state(model, params, state)
-    check_logits(model, state, logits)
     at, given, reads = given_tokens(model, params, tokens, state, lengths)
+    check_logits(model, state, logits)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]))
     T, B = given[0].shape
     first = jnp.zeros_like(at.token) if reads is None else reads.argmax(0)
@@ -243,8 +231,8 @@ def score(
 
 
 def given_tokens(
-    model: Model, params: PyTree, tokens: Any, state: State, lengths: Any
-) -> tuple[Decoding, Any, Bool[Array, "T B"] | None]:
+    model: Model, params: PyTree, tokens: Ids, state: State, lengths: Ids | None
+) -> tuple[Decoding, tuple[Array, Array | None], Bool[Array, "T B"] | None]:
     """(where decoding stands before given tokens, those after the first, which of these are read)."""
     check_state(model, params, state)
     rows = check_rows(model, tokens, lengths, len(state.length))

@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -21,8 +20,8 @@ from kvjax.run.state import State
 from kvjax.run.steps import decode
 
 NO_TOKEN: Final = -1  # stands for a token where logits are not numbers
-_LOOKED_AT = 16  # tokens that are drawn before texts are asked whether they have ended
 _SAMPLING = 0x5A3D  # keeps the draws of samplers apart from those of policies, which fold in layers first
+Given = tuple[Int[Any, "*n B"], Bool[Any, "*n B"] | None] | None  # tokens that follow, and which of them are given
 
 
 @pytree
@@ -60,7 +59,7 @@ class Steps:
 
     tokens: Int[Any, "*n B"]
     log_probs: Float[Any, "*n B"]
-    also: Any = None
+    also: PyTree = None
 
 
 def log_prob(logits: Float[Array, "B V"], token: Int[Array, "B"]) -> Float[Array, "B"]:
@@ -86,7 +85,7 @@ def begin(
     *,
     sampler: Sampler = Greedy(),
     ends: tuple[int, ...] = (),
-    given: tuple[Int[Any, "B"], Bool[Any, "B"]] | None = None,
+    given: Given = None,
 ) -> Decoding:
     """Draws the first token behind what a state has read from the logits that came with it.
 
@@ -97,7 +96,9 @@ def begin(
 
 
 @functools.partial(jax.jit, static_argnames=("sampler", "ends"))
-def _begun(logits: Any, state: State, seen: Any, given: Any, *, sampler: Sampler, ends: tuple[int, ...]) -> Decoding:
+def _begun(
+    logits: Array, state: State, seen: Array | None, given: Given, *, sampler: Sampler, ends: tuple[int, ...]
+) -> Decoding:
     token = drawn(sampler, logits, state, seen)
     running = ~jnp.isin(token, jnp.asarray(ends, jnp.int32))
     if given is not None:
@@ -106,7 +107,7 @@ def _begun(logits: Any, state: State, seen: Any, given: Any, *, sampler: Sampler
     return Decoding(token, log_prob(logits, token), running, state, seen)
 
 
-def _taken(token: Int[Array, "B"], on: Any, given: Any) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+def _taken(token: Int[Array, "B"], on: Array | bool, given: Any) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
     """The tokens, or given ones where there are such, and which sequences go on: all behind given ones."""
     return jnp.where(given[1], given[0], token), on | given[1]
 
@@ -115,7 +116,7 @@ def decode_tokens(
     model: Model,
     params: PyTree,
     at: Decoding,
-    given: tuple[Int[Array, "n B"], Bool[Array, "n B"] | None] | None = None,
+    given: Given = None,
     count: Int[Array, ""] | None = None,
     *,
     chunk: int,
@@ -124,7 +125,7 @@ def decode_tokens(
     pad_id: int = 0,
     sleeps: bool = False,
     waits: bool = True,
-    also: Callable[[Array, Array, State], Any] | None = None,
+    also: Callable[[Array, Array, State], PyTree] | None = None,
 ) -> tuple[Steps, Decoding]:
     """Runs steps that read each running sequence's next token, and draw or take the one that follows.
 
@@ -149,7 +150,7 @@ def decode_tokens(
     """
     sleeps = sleeps or bool(ends) or at.left is not None or (waits and given is not None and given[1] is not None)
 
-    def one(at: Decoding, follows: Any) -> tuple[Decoding, Steps]:
+    def one(at: Decoding, follows: Given) -> tuple[Decoding, Steps]:
         found, state = decode(model, params, at.token, at.state, at.running if sleeps else None)
         running, on, left = at.running, True, at.left
         if follows is None or not waits:
@@ -194,60 +195,17 @@ _STATIC = ("model", "chunk", "sampler", "ends", "pad_id", "sleeps", "waits", "al
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames=("spent",))
 def _decoded(
-    model: Model, params: PyTree, kept: Any, spent: Any, at: Decoding, given: Any, count: Any, **how: Any
-) -> Any:
+    model: Model, params: PyTree, kept: PyTree, spent: PyTree, at: Decoding, given: Given, count: Any, **how: Any
+) -> tuple[Steps, Decoding]:
     at = dataclasses.replace(at, state=dataclasses.replace(at.state, layers=kept + spent))
     return decode_tokens(model, params, at, given, count, **how)
 
 
 def decoded(
-    model: Model, params: PyTree, at: Decoding, given: Any, count: Any, *, in_place: bool = False, **how: Any
+    model: Model, params: PyTree, at: Decoding, given: Given, count: Array | None, *, in_place: bool = False, **how: Any
 ) -> tuple[Steps, Decoding]:
     """`decode_tokens`, compiled. It overwrites the cache of `at`, if `in_place`; otherwise `at` stays valid."""
     plan, layers = at.state.plan, at.state.layers
     bare = dataclasses.replace(at, state=dataclasses.replace(at.state, plan=plan.decoding, layers=()))
     steps, after = _decoded(model, params, *(((), layers) if in_place else (layers, ())), bare, given, count, **how)
     return steps, dataclasses.replace(after, state=dataclasses.replace(after.state, plan=plan))
-
-
-def continued(
-    run: Callable[[Decoding, Any, Any], tuple[Steps, Decoding]],
-    at: Decoding,
-    given: tuple[Int[np.ndarray, "n B"], Bool[np.ndarray, "n B"]],
-    limits: Int[np.ndarray, "B"],
-    ended: Callable[[int, Int[np.ndarray, "m"]], bool] | None = None,
-) -> tuple[Steps, Decoding]:
-    """Reads given tokens and those drawn behind them, each sequence up to its end or its limit, the last token too.
-
-    Args:
-      run: `decode_tokens` with a chunk of n steps and without `waits`: (at, given, count) -> (steps, at).
-      at: what `begin` made of the first given tokens.
-      given: tokens from the first on, and which of them are given.
-      limits: how many tokens each sequence reads.
-      ended: a function (sequence, the tokens that it has read) -> whether its text has ended, asked every 16 tokens.
-
-    Returns:
-      Tokens and their log-probabilities from the first on, and `also` after each was read, all arrays of numpy; and
-      where decoding stands afterwards.
-    """
-    left = np.where(at.running, limits, np.minimum(limits, 1))
-    token = np.asarray(at.token)
-    probability = np.asarray(at.log_prob)
-    at = dataclasses.replace(at, token=token, log_prob=probability, running=left > 0, left=left)
-    done, last = 0, int(left.max())
-    tokens, probabilities, also = [token[None]], [probability[None]], []
-    while not also or np.any(at.running):
-        until = last if ended is None else min(done + _LOOKED_AT, last)
-        follows = (np.concatenate([x[done + 1 :], np.zeros_like(x[: done + 1])]) for x in given)
-        steps, at = run(at, tuple(follows), np.int32(until - done))
-        steps = jax.tree.map(lambda x, n=until - done: np.asarray(x)[:n], steps)
-        tokens.append(steps.tokens)
-        probabilities.append(steps.log_probs)
-        also.append(steps.also)
-        if ended is not None:
-            read, before = np.concatenate(tokens)[:until], np.asarray(at.running)
-            running = np.array([on and not ended(b, read[:, b]) for b, on in enumerate(before)])
-            at = dataclasses.replace(at, running=running)
-        done = until
-    joined = jax.tree.map(lambda *x: np.concatenate(x), *also)
-    return Steps(np.concatenate(tokens), np.concatenate(probabilities), joined), at

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.contract import Positive, Proportion, Size, Value
 from kvjax.pallas_kernels.kinds import Range
+from kvjax.run.state import Prompts
 
 _Logits = Float[Array, "B V"]
 _Seen = Bool[Array, "B V"] | None
@@ -236,8 +237,9 @@ class Sample(Sampler):
         return Chain(tuple(f for f in each if f is not None))
 
 
-def seen_tokens(tokens: Int[Array, "B T"], lengths: Int[Array, "B"], vocab_size: int) -> Bool[Array, "B V"]:
-    """Which tokens of the vocabulary are among the last `lengths` of each row; the others are padding."""
+def seen_tokens(prompts: Prompts, vocab_size: int) -> Bool[Array, "B V"]:
+    """Which tokens of the vocabulary each prompt has; padding is none."""
+    tokens, lengths = map(jnp.asarray, prompts)
     B, T = tokens.shape
     real = jnp.arange(T, dtype=jnp.int32)[None] >= T - lengths[:, None]
     nothing = jnp.zeros((B, vocab_size), bool)

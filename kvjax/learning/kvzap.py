@@ -90,9 +90,9 @@ def fit(
     Raises:
       ValueError: arrays of other tokens or layers, and numbers that make no sense.
     """
-    hidden = as_array("hidden", hidden, np.floating, (None, None, None), "floats, hidden states of every layer")
-    wanted = as_array("wanted", wanted, np.floating, (*hidden.shape[:2], None), "floats, a score a kv head")
-    x, y = jnp.asarray(hidden, jnp.float32), jnp.asarray(wanted, jnp.float32)
+    x = as_array("hidden", hidden, np.floating, (None, None, None), "floats, hidden states of every layer")
+    y = as_array("wanted", wanted, np.floating, (*x.shape[:2], None), "floats, a score a kv head")
+    x, y = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
     how = {"units": units, "steps": steps, "batch": batch, "rate": rate}
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         weights, losses = _fitted(x, y, jax.random.key(0) if key is None else key, **how)

@@ -1,11 +1,7 @@
-"""Applies policies to states: updates all layers, and stores what is kept.
-
-`State` is built on this module, which therefore names its class nowhere.
-"""
+"""Applies policies to states: updates all layers, and stores what is kept."""
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool
 
 from kvjax.compose.evict import check_kept
-from kvjax.contract import AttentionInputs, Context, LayerInfo, Phase, Policy, Stats
-from kvjax.observe import Keys, Reread
-from kvjax.run.plan import Plan, learns, own_params, planned
+from kvjax.contract import AttentionInputs, Context, Phase, Policy, Stats
+from kvjax.observe import Keys
+from kvjax.run.plan import Plan, learns, own_params, planned, rereads
+from kvjax.run.state import AttnStats, State
 from kvjax.storage import Storage, empty, to_pool
 
 
@@ -45,7 +42,7 @@ def compacted(
     return to_pool(view := kv.view(), capacity, policy.reserve(view, ctx)), lost
 
 
-def update_layers(state: Any, stats: Any) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
+def update_layers(state: State, stats: AttnStats) -> tuple[tuple[Storage, ...], tuple[Context, ...]]:
     """The layers after their policy's update, no slot moved, and the `Context` of each.
 
     Args:
@@ -58,68 +55,59 @@ def update_layers(state: Any, stats: Any) -> tuple[tuple[Storage, ...], tuple[Co
     layers: list[Storage] = []
     for policy, run in runs:
         of = lambda x, run=run: tuple(x[i] for i in run)
-        layers += _update(of(state.layers), of(stats.layers), of(ctxs), policy=policy, names=of(stats.names))
+        layers += _update(of(state.layers), of(stats.layers), of(ctxs), policy=policy)
     return tuple(layers), ctxs
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "names"))
-def _update(layers: Any, seen: Any, ctxs: Any, *, policy: Policy, names: Any) -> tuple[Storage, ...]:
-    """Layers after a policy's update, from what was observed of each under these names."""
-    stats = tuple(Stats(zip(*x, strict=True)) for x in zip(names, seen, strict=True))
+@functools.partial(jax.jit, static_argnames=("policy",))
+def _update(
+    layers: tuple[Storage, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...], *, policy: Policy
+) -> tuple[Storage, ...]:
+    """Layers after a policy's update, from what was observed of each."""
     views = tuple(kv.told(lambda k, _, own=own: own.get(Keys(), k)) for kv, own in zip(layers, stats, strict=True))
     found = policy.update_layers(views, stats, ctxs)
     each = zip(layers, found, views, strict=True)
     return tuple(kv.put(y, x).laid_out() for kv, x, y in each)
 
 
-def evict_layers(state: Any, stats: Any, *, grow: bool = True, ends: bool = True) -> tuple[Any, list[Bool[Array, "B"]]]:
+def evict_layers(state: State, stats: AttnStats, *, ends: bool = True) -> tuple[State, list[Bool[Array, "B"]]]:
     """The state after its policy's update, and by layer which sequences lost live tokens or have a fault.
 
     Args:
       state: the state, whose layers have read some tokens.
       stats: what was observed of these.
-      grow, ends: as for `step`.
+      ends: as for `step`.
     """
-    layers, ctxs = update_layers(state, stats)
-    state = dataclasses.replace(state, ready=ends, steady=grow or state.steady)
-    if not grow:
+    (layers, ctxs), decodes = update_layers(state, stats), state.ready
+    state = dataclasses.replace(state, ready=ends, steady=state.steady or not decodes)
+    if decodes:
         return dataclasses.replace(state, layers=layers), [kv.fault.any(-1) for kv in layers]
     each = zip(layers, ctxs, state.plan.layers, state.plan.capacities, strict=True)
     kept = [compacted(kv, ctx, policy=policy, capacity=n, ends=ends) for kv, ctx, policy, n in each]
     return dataclasses.replace(state, layers=tuple(kv for kv, _ in kept)), [full for _, full in kept]
 
 
-def check_layers_kept(state: Any) -> None:
+def check_layers_kept(state: State) -> None:
     """Refuses a known state with a layer that has a fault, or whose kept tokens are over the budget or not numbers."""
     steps = int((state.length > state.prompt_length).any()) and int(state.max_new_tokens.max())
     for i, (policy, kv) in enumerate(zip(state.plan.layers, state.layers, strict=True)):
         check_kept(policy, i, kv, state.hparams[i], steps)
 
 
-def check_lost(state: Any, lost: list[Bool[Array, "B"]]) -> None:
+def check_lost(state: State, lost: list[Bool[Array, "B"]]) -> None:
     """Refuses a known state in which `evict_layers` found sequences that lost live tokens or have a fault."""
     if bool(jnp.stack(lost).any()):
         check_layers_kept(state)
         raise ValueError("the policy keeps more tokens than its `sizes` asked slots for")
 
 
-def apply_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> Any:
-    """Updates a state by a policy. A whole prompt is compacted, too, into the slots of a plan if one is given."""
-    after, prompt = with_policy(policy, state, stats, plan), not state.ready
-    after = stored_for_policy(after) if prompt and after.plan.layers != state.plan.layers else after
-    after, lost = evict_layers(dataclasses.replace(after, steady=False), stats, grow=prompt)
-    if not isinstance(lost[0], jax.core.Tracer):
-        check_lost(after, lost)
-    return own_arrays(dataclasses.replace(after, steady=True))
-
-
-def own_arrays(state: Any) -> Any:
+def own_arrays(state: State) -> State:
     """The state with copies of all but its layers, so that donating it leaves the one before valid."""
     own = jax.device_put(dataclasses.replace(state, layers=()), may_alias=False)
     return dataclasses.replace(own, layers=state.layers)
 
 
-def with_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None) -> Any:
+def with_policy(policy: Policy, state: State, stats: AttnStats, plan: Plan | None = None) -> State:
     """A state with the plan and the data of a policy. The layers of a prompt are still as they were read.
 
     Args:
@@ -138,9 +126,9 @@ def with_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None
         policy, state.plan.infos, lengths, plan if prompt else state.plan, held=not prompt and state.plan.fitted
     )
     for i, p in enumerate(plan.layers):
-        if prompt and any(isinstance(o, Reread) and o not in stats.names[i] for o in p.observe("replay")):
+        if prompt and not {*rereads(p)} <= {*stats.of(i)}:
             raise ValueError(f"{type(p).__name__} reads the prompt again before it evicts, as kvjax.prefill does")
-        if missing := [o for o in p.observe(stats.phase) if o not in stats.names[i]]:
+        if missing := [o for o in p.observe(stats.phase) if o not in stats.of(i)]:
             raise ValueError(f"{missing[0]} was not observed: give the policy to forward(..., observe=)")
     infos = state.plan.infos
     params = own_params(policy, infos, state.params) if learns(policy, infos) else ()
@@ -148,20 +136,34 @@ def with_policy(policy: Policy, state: Any, stats: Any, plan: Plan | None = None
 
 
 @jax.jit
-def stored_for_policy(state: Any) -> Any:
+def stored_for_policy(state: State) -> State:
     """Stores a whole prompt, read under another policy, as the state's own policy wants it.
 
     Raises:
       ValueError: the policy cannot go on from a prompt that was read in this way.
     """
-    each = map(_stored_for, state.plan.layers, state.plan.infos, state.layers)
-    state = dataclasses.replace(state, layers=tuple(each))
+    layers = []
+    for policy, info, kv in zip(state.plan.layers, state.plan.infos, state.layers, strict=True):
+        view = kv.view()
+        if jax.tree.leaves(view.memory) or view.log_weight is not None:
+            raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")
+        if policy.layout.by_query_head and info.num_kv_heads != info.num_query_heads:
+            raise ValueError("this prompt's tokens are stored for kv heads, but the policy wants them for query heads")
+        new = empty(info, policy, len(kv.pos), kv.k.dtype, kv.pos.shape[2])
+        if (new.how.positions == "rank") != (kv.how.positions == "rank"):
+            raise ValueError(
+                'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
+                "without a pool"
+            )
+        how = dataclasses.replace(new.how, mesh=kv.how.mesh)
+        layers.append(new.replace(k=kv.k, v=kv.v, pos=kv.pos, fault=kv.fault, how=how))
+    state = dataclasses.replace(state, layers=tuple(layers))
     so = "so kvjax.prefill must read the prompt under it"
     jax.eval_shape(lambda state: check_reads_all(state, "prefill", so), state)
     return state
 
 
-def check_reads_all(state: Any, phase: Phase, so: str) -> None:
+def check_reads_all(state: State, phase: Phase, so: str) -> None:
     """Refuses a state's policy that hides live slots from rows, or weighs them. For traced code: nothing is computed.
 
     Args:
@@ -179,21 +181,3 @@ def check_reads_all(state: Any, phase: Phase, so: str) -> None:
         told = AttentionInputs(q, q, kv.view().replace(memory=()), pos, ctx, lambda x, _: x, None, hidden)
         if policy.reads(kv.view(), told, ctx) is not None:
             raise HidesTokens(f"{type(policy).__name__} decides which of the live tokens a row reads, {so}")
-
-
-def _stored_for(policy: Policy, info: LayerInfo, kv: Storage) -> Storage:
-    """Stores a whole prompt's layer, read under a policy without memory, as another policy wants it."""
-    view = kv.view()
-    if jax.tree.leaves(view.memory) or view.log_weight is not None:
-        raise ValueError("this prompt was read under a policy that remembers things; read it under Policy()")
-    layout = policy.layout
-    if layout.by_query_head and info.num_kv_heads != info.num_query_heads:
-        raise ValueError("this prompt's tokens are stored for kv heads, but the policy wants them for query heads")
-    new = empty(info, len(kv.pos), kv.k.dtype, policy.memory(info), layout, policy.writes, kv.pos.shape[2])
-    if (new.how.positions == "rank") != (kv.how.positions == "rank"):
-        raise ValueError(
-            'this prompt was read at other positions than the policy stores; only "original" and "shifted" mix, '
-            "without a pool"
-        )
-    how = dataclasses.replace(new.how, mesh=kv.how.mesh)
-    return new.replace(k=kv.k, v=kv.v, pos=kv.pos, fault=kv.fault, how=how)

@@ -8,21 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from kvjax.contract import MOST, Config, Model, PRNGKey, kv_layers
+from kvjax.contract import MOST, Config, Ids, Model, PRNGKey, kv_layers
 from kvjax.contract.checks import whole
-from kvjax.observe import Reread
-from kvjax.run.plan import Plan
+from kvjax.run.plan import Plan, rereads
 from kvjax.run.state import Prompts, State
 
 
-def traced(*values: Any) -> bool:
+def traced(*values: object) -> bool:
     """Whether any of the values is traced, so that its numbers are not known."""
     return any(isinstance(x, jax.core.Tracer) for x in values)
 
 
-def as_array(name: str, x: Any, kind: Any, shape: Sequence[int | None], meaning: str) -> Any:
+def as_array(name: str, x: Any, kind: type, shape: Sequence[int | None], meaning: str) -> Array | np.ndarray:
     """An array of numpy, or a traced one, of a kind such as `np.integer` and a shape, None for any size above 0."""
     if hasattr(x, "dtype") and not isinstance(x, jax.Array | np.ndarray | np.generic):
         raise ValueError(f"{name} is a {type(x).__module__}.{type(x).__name__}; give an array, such as x.numpy()")
@@ -74,7 +73,7 @@ def _check_layers(model: Model, params: PyTree) -> None:
         raise ValueError(f"the model's parts must return what is of no layer, and a tuple of what is of {L} layers")
 
 
-def check_ids(model: Model, ids: Any) -> None:
+def check_ids(model: Model, ids: Array | np.ndarray | Sequence[int]) -> None:
     """Refuses known token ids outside the vocabulary."""
     vocab = model.config.vocab_size
     if not traced(ids) and np.size(ids) and not 0 <= np.min(ids) <= np.max(ids) < vocab:
@@ -82,7 +81,7 @@ def check_ids(model: Model, ids: Any) -> None:
         raise ValueError(f"token id {wrong} is outside the vocabulary, 0 to {vocab - 1}; encode with its tokenizer")
 
 
-def check_lengths(lengths: Any, batch: int, width: int) -> Any:
+def check_lengths(lengths: Ids | None, batch: int, width: int) -> Array | np.ndarray:
     """Numbers of tokens of padded rows, `width` if None."""
     if lengths is None:
         return np.full(batch, width, np.int32)
@@ -92,7 +91,7 @@ def check_lengths(lengths: Any, batch: int, width: int) -> Any:
     return lengths.astype(np.int32)
 
 
-def check_rows(model: Model, tokens: Any, lengths: Any, batch: int | None = None) -> Prompts:
+def check_rows(model: Model, tokens: Ids, lengths: Ids | None, batch: int | None = None) -> Prompts:
     """Rows of token ids padded on the left, of which the last `lengths` are read; all if None."""
     advice = "integers, one row a sequence; pad shorter rows on the left (models.pad_left) and give lengths="
     tokens = as_array("tokens", tokens, np.integer, (batch, None), advice)
@@ -102,12 +101,12 @@ def check_rows(model: Model, tokens: Any, lengths: Any, batch: int | None = None
     return Prompts(tokens.astype(np.int32), lengths)
 
 
-def check_prompts(model: Model, tokens: Any, lengths: Any = None, attention_mask: Any = None) -> Prompts:
+def check_prompts(model: Model, tokens: Ids, lengths: Ids | None = None, attention_mask: Ids | None = None) -> Prompts:
     """Prompts padded on the left, as `lengths` or a mask say."""
     if attention_mask is None:
         prompts = check_rows(model, tokens, lengths)
         if lengths is not None and not traced(*prompts):
-            _check_left(np.asarray(prompts.tokens), np.asarray(prompts.lengths))
+            _check_left(*map(np.asarray, prompts))
         return prompts
     if lengths is not None:
         raise ValueError("lengths= and attention_mask= say the same twice; give one of them")
@@ -133,7 +132,7 @@ def _check_left(tokens: np.ndarray, lengths: np.ndarray) -> None:
         )
 
 
-def check_request(model: Model, sampler: Any, eos_ids: Any, pad_id: Any, key: PRNGKey) -> tuple[int, ...]:
+def check_request(model: Model, sampler: Any, eos_ids: Ids | None, pad_id: int, key: PRNGKey) -> tuple[int, ...]:
     """Checks a request for new tokens, and returns its end tokens."""
     if sampler.draws and key is None:
         raise ValueError(f"{sampler} draws tokens, but there is no key; give key=jax.random.key(a whole number)")
@@ -141,7 +140,7 @@ def check_request(model: Model, sampler: Any, eos_ids: Any, pad_id: Any, key: PR
     return end_ids(model, eos_ids)
 
 
-def end_ids(model: Model, eos_ids: Any) -> tuple[int, ...]:
+def end_ids(model: Model, eos_ids: Ids | None) -> tuple[int, ...]:
     """The end tokens that are asked for, by default the model's."""
     vocab = model.config.vocab_size
     if eos_ids is None:
@@ -169,7 +168,7 @@ def check_state(model: Model, params: PyTree, state: State) -> None:
     check_model(model, params)
 
 
-def check_logits(model: Model, state: State, logits: Any) -> None:
+def check_logits(model: Model, state: State, logits: Array) -> None:
     """Refuses logits that are not one row a sequence of the state."""
     as_array("logits", logits, np.floating, (len(state.length), model.config.vocab_size), "floats, one row a sequence")
 
@@ -178,8 +177,7 @@ def check_block(plan: Plan, block: int | None, width: int) -> int | None:
     """The tokens of a block that the policies allow, None where the prompt is read at once."""
     block = None if block is None else min(whole("block", block), width)
     for policy in plan.layers:
-        again = any(isinstance(o, Reread) for o in policy.observe("replay"))
-        wants = "whole" if again else policy.layout.prompt
+        wants = "whole" if rereads(policy) else policy.layout.prompt
         if wants == "whole" and block is not None and block < width:
             raise ValueError(
                 f"{type(policy).__name__} looks at the whole prompt at once, but block={block} reads {width} tokens in "
@@ -193,7 +191,7 @@ def check_block(plan: Plan, block: int | None, width: int) -> int | None:
     return None if block == width else block
 
 
-def check_room(state: State, new: Any) -> None:
+def check_room(state: State, new: int | Array | np.ndarray) -> None:
     """Refuses more tokens than a state was planned for: of all sequences, or one number a sequence."""
     if traced(state.length, state.prompt_length, state.max_new_tokens, new):
         return

@@ -1,6 +1,6 @@
 """One policy on one layer's raw tensors, without a model."""
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.compose.evict import check_kept
-from kvjax.contract import Amount, Context, LayerInfo, Policy, PRNGKey, Size, Stats, compiled
+from kvjax.contract import Amount, Context, Ids, LayerInfo, Policy, PRNGKey, Size, compiled
 from kvjax.contract.checks import whole
-from kvjax.observe import Reread
 from kvjax.pallas_kernels.kinds import Arrays
 from kvjax.run.checks import as_array, check_lengths
 from kvjax.run.layers import Attend
-from kvjax.run.plan import layer_params
+from kvjax.run.plan import layer_params, rereads
 from kvjax.run.state import row_keys
 from kvjax.storage import Layer, empty
 
@@ -25,10 +24,10 @@ def evict_layer(
     k: Float[Array, "B K T H"],
     v: Float[Array, "B K T H"],
     *,
-    lengths: Any = None,
+    lengths: Ids | None = None,
     out_proj: Float[Array, "N H D"] | None = None,
     hidden: Float[Array, "B T D"] | None = None,
-    tokens: Any = None,
+    tokens: Ids | None = None,
     layer: Amount = 0,
     num_layers: Size = 1,
     key: PRNGKey = None,
@@ -53,25 +52,15 @@ def evict_layer(
         than its budget; a rewrite that gives what is not a number.
     """
     whole("layer", layer, 0, num_layers - 1)
-    axes = "floats with axes (batch, heads, tokens, head_dim)"
-    q, k, v = (
-        jnp.asarray(as_array(n, x, np.floating, (None,) * 4, axes)) for n, x in zip("qkv", (q, k, v), strict=True)
-    )
+    q, k, v, out_proj, hidden = jax.tree.map(jnp.asarray, (q, k, v, out_proj, hidden))
     (B, N, T, H), K = q.shape, k.shape[1]
-    if k.shape != (B, K, T, H) or v.shape[:3] != k.shape[:3] or N % K:
-        raise ValueError(
-            f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, tokens and head_dim, k and v in heads, and "
-            f"query heads be a multiple of kv heads; here these are {N} and {K}"
-        )
-    if out_proj is not None:
-        out_proj = jnp.asarray(as_array("out_proj", out_proj, np.floating, (N, H, None), "floats, a matrix a head"))
-    if hidden is not None:
-        hidden = jnp.asarray(as_array("hidden", hidden, np.floating, (B, T, None), "floats, a vector a token"))
+    if N % K:
+        raise ValueError(f"query heads must be a multiple of kv heads; here these are {N} and {K}")
     if tokens is not None:
         tokens = jnp.asarray(as_array("tokens", tokens, np.integer, (B, T), "integers, one a token"), jnp.int32)
     lengths = check_lengths(lengths, B, T)
     policy = policy.at(layer, num_layers)
-    if any(isinstance(o, Reread) for o in policy.observe("replay")):
+    if rereads(policy):
         raise ValueError(f"{type(policy).__name__} reads the prompt again, which needs a model; use kvjax.prefill")
     if policy.layout.prompt == "rows" and T > 1:
         raise ValueError(
@@ -82,20 +71,20 @@ def evict_layer(
     width = 0 if hidden is None else hidden.shape[-1]
     info, steps = LayerInfo(layer, num_layers, N, heads, H, T, 0, width), jnp.zeros((B,), jnp.int32)
     policy_params = layer_params(policy, info, policy_params)
-    hparams, lengths = policy.sizes(info, lengths).hparams, jnp.asarray(lengths, jnp.int32)
+    hparams, lengths = policy.sizes(info, np.asarray(lengths)).hparams, jnp.asarray(lengths, jnp.int32)
     keys, here = row_keys(key, B), jnp.int32(layer)
     ctx = Context(lengths, lengths, keys, here, steps, hparams, policy_params, tokens, width=T, capacity=T)
     pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], -1)
     real = pos >= 0  # padding may hold anything, even what is no number
     q, k, v = (jnp.where(real[:, None, :, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     hidden = None if hidden is None else jnp.where(real[..., None], hidden, jnp.zeros((), hidden.dtype))
-    kv = empty(info, B, k.dtype, policy.memory(info), policy.layout, policy.writes)
-    program, names = compiled(policy), policy.observe("prefill")
-    attend = Attend(ctx, pos, program, names, heads, evict=not policy.joint, gives=True)
+    kv = empty(info, policy, B, k.dtype)
+    program = compiled(policy)
+    attend = Attend(ctx, pos, program, policy.observe("prefill"), evict=not policy.joint, gives=True)
     how = {"layer": layer, "rotate": lambda x, pos: x, "out_proj": out_proj, "hidden": hidden}
-    _, kv, (found, _) = attend(kv, q, k, v, **how)
+    _, kv, (stats, _) = attend(kv, q, k, v, **how)
     if policy.joint:
-        kv = program.update_layers((kv,), (Stats(zip(names, found, strict=True)),), (ctx,))[0]
+        kv = program.update_layers((kv,), (stats,), (ctx,))[0]
     if not isinstance(kv.pos, jax.core.Tracer):
         check_kept(policy, layer, kv, hparams)
     return cast(Layer, kv)

@@ -3,25 +3,14 @@
 Letters: B batch, T tokens, L layers, V vocabulary.
 """
 
-import dataclasses
-from typing import Any, cast
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Model, Policy, unique
+from kvjax.contract import Ids, Model, Policy
 from kvjax.run.apply import own_arrays
-from kvjax.run.checks import (
-    as_array,
-    check_block,
-    check_ids,
-    check_model,
-    check_room,
-    traced,
-)
+from kvjax.run.checks import as_array, check_block, check_ids, check_model, check_room, traced
 from kvjax.run.layers import step
-from kvjax.run.reread import rereads
 from kvjax.run.state import AttnStats, State
 from kvjax.run.steps import checked_logits
 
@@ -29,10 +18,10 @@ from kvjax.run.steps import checked_logits
 def forward(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     state: State,
     *,
-    valid: Any = None,
+    valid: Ids | None = None,
     evict: bool = False,
     observe: tuple[Policy, ...] = (),
 ) -> tuple[Float[Array, "B V"], State, AttnStats]:
@@ -58,7 +47,7 @@ def forward(
         Outside of jit, logits or scores that are not numbers.
     """
     check_model(model, params)
-    B, L, grow = len(state.length), len(state.layers), not state.ready
+    B, grow = len(state.length), not state.ready
     tokens = as_array("tokens", tokens, np.integer, (B, None), "integers, one row a sequence")
     T = tokens.shape[1]
     valid = np.full(B, T, np.int32) if valid is None else as_array("valid", valid, np.integer, (B,), "integers")
@@ -77,7 +66,6 @@ def forward(
             f"prompt {row} is read with {valid[row]} tokens, but the state was started for {state.prompt_length[row]}; "
             "give valid=lengths, the tokens of each row, and start(lengths=) the same"
         )
-    phase = "decode" if T == 1 and not grow else "prefill"
     if grow:
         check_block(state.plan, None, T)
     elif T > 1 and (picky := [p for p in state.plan.layers if p.layout.prompt != "any"]):
@@ -85,15 +73,10 @@ def forward(
             f"{type(picky[0]).__name__} looks at a whole prompt, and at 1 token at a time behind it, but these are "
             f"{T}; read them one by one"
         )
-    if grow and evict and rereads(state):
+    if grow and evict and state.plan.again:
         raise ValueError("the policy reads prompts again, but forward(evict=True) reads them once; use kvjax.prefill")
-    more = tuple(unique(o for p in observe for o in p.at(i, L).observe(phase)) for i in range(L)) if observe else ()
-    how = {"evict": evict, "grow": grow, "gives": True, "observe": more}
     tokens, valid = jnp.asarray(tokens), jnp.asarray(valid, jnp.int32)
-    logits, after, stats = step(model, params, tokens, state, valid, phase, **how)
-    if not grow:  # sequences without a new token keep what they had
-        layers = tuple(new.where(valid > 0, old) for new, old in zip(after.layers, state.layers, strict=True))
-        after = dataclasses.replace(after, layers=layers)
+    logits, after, stats = step(model, params, tokens, state, valid, evict=evict, gives=True, observe=observe)
     if T > 1:
         checked_logits(logits, after)
-    return logits, own_arrays(after), cast(AttnStats, stats)  # which `gives` asks for
+    return logits, own_arrays(after), stats

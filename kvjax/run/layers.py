@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import (
@@ -21,6 +22,7 @@ from kvjax.contract import (
     Phase,
     Policy,
     Positions,
+    Rotate,
     Stats,
     kv_layers,
     turned_queries,
@@ -46,7 +48,6 @@ class Attend:
       pos: positions of the new tokens, `EMPTY` for padding.
       policy: that of the layer.
       observe: what is observed.
-      num_kv_heads: heads of the cache.
       evict: whether the policy decides.
       grow: whether new tokens get new slots, as while a prompt is read; otherwise they take dead ones.
       gives: whether what was observed is returned.
@@ -56,7 +57,6 @@ class Attend:
     pos: Int[Array, "B T"]
     policy: Policy = static(default=Policy())
     observe: tuple[Observation, ...] = static(default=())
-    num_kv_heads: int = static(default=1)
     evict: bool = static(default=True)
     grow: bool = static(default=True)
     gives: bool = static(default=False)
@@ -69,11 +69,11 @@ class Attend:
         v: Float[Array, "B _ T H"],
         *,
         layer: int,
-        rotate: Callable[..., Array],
+        rotate: Rotate,
         out_proj: Float[Array, "N H D"] | None = None,
         hidden: Float[Array, "B T D"] | None = None,
         logits: Logits = Logits(),
-    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[tuple[Any, ...], tuple[Bool[Array, "B K"], ...]]]:
+    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[Stats, tuple[Bool[Array, "B K"], ...]]]:
         """Returns the attention output, the cache after, and (statistics if `gives`, which heads lost tokens).
 
         Args:
@@ -85,7 +85,7 @@ class Attend:
           logits: how the model's logits follow from products.
         """
         del layer
-        policy, pos, K = self.policy, self.pos, self.num_kv_heads
+        policy, pos, K = self.policy, self.pos, kv.fault.shape[1]
         ctx = dataclasses.replace(self.ctx, window=logits.window)
         k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
@@ -107,20 +107,20 @@ class Attend:
         if (entered := policy.enter(view, at, ctx)) is not view:
             kv = kv.put(view, entered)
             at = inputs(kv)
-        found = {o: o(at) for o in self.observe}
+        found = Stats((o, o(at)) for o in self.observe)
         columns = {o: x for o, x in found.items() if isinstance(x, Columns)}
         reads = policy.reads(kv.told(rotate), at, ctx)
         own = self.grow and reads is None and pos.shape[1] == kv.pos.shape[-1]  # a whole prompt
         out = kv.attend(at.q, pos, tuple(columns.values()), reads, rotate=rotate, logits=logits, own=own)
-        found |= dict(zip(columns, out.columns, strict=True))
+        found.update(zip(columns, out.columns, strict=True))
         if self.evict:
             view = kv.told(rotate)
-            kv = kv.put(view, policy.update(view, Stats(found), ctx))
+            kv = kv.put(view, policy.update(view, found, ctx))
         lost = ()
         if slots is not None:
             gone = (slots == kv.pos.shape[-1]) | kv.fault[..., None]
             lost = ((gone & (pos != EMPTY)[:, None]).any(2),)
-        return out.out, kv, (tuple(found.values()) if self.gives else (), lost)
+        return out.out, kv, (found if self.gives else Stats(), lost)
 
 
 def in_turn(model: Model, held: Sequence[Any], others: Sequence[Any]) -> list[Any]:
@@ -143,13 +143,10 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
         k: Float[Array, "B K T H"],
         v: Float[Array, "B K T H"],
         *,
-        layer: int,
-        rotate: Callable[..., Array],
-        out_proj: Any = None,
-        hidden: Any = None,
+        rotate: Rotate,
         logits: Logits = Logits(),
+        **_: Any,
     ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
-        del layer, out_proj, hidden
         places = jnp.broadcast_to(pos[:, None], k.shape[:3])
         q, k = turned_queries(rotate, q, pos[:, None]), rotate(k, pos[:, None])
         return attention(q, k, v, pos, places, logits=logits).out, cache, ()
@@ -211,11 +208,7 @@ def layer_step(
 
 @functools.partial(jax.jit, static_argnames=("model", "every"))
 def head(
-    model: Model,
-    params: PyTree,
-    x: Float[Array, "B T D"],
-    lost: tuple[Bool[Array, "B _"], ...],
-    every: bool = False,
+    model: Model, params: PyTree, x: Float[Array, "B T D"], lost: tuple[Bool[Array, "B _"], ...], every: bool = False
 ) -> Float[Array, "B *T V"]:
     """Logits after the last column, or every one, NaN for sequences that have lost tokens in a layer or a head."""
     logits = model.head(params, x) if every else model.head(params, x[:, -1:])[:, -1]
@@ -232,47 +225,45 @@ def head(
 def step(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"],
     state: State,
-    valid: Any,
-    phase: Phase,
+    valid: Array | np.ndarray | None,
     *,
     evict: bool = True,
     ends: bool = True,
-    grow: bool = False,
     gives: bool = False,
     every: bool = False,
-    observe: tuple[tuple[Observation, ...], ...] = (),
-    after_layer: Callable[[], Any] | None = None,
-) -> tuple[Float[Array, "B *T V"], State, AttnStats | None]:
-    """One pass over new tokens: logits after the last column, the state after, and what was observed, if asked for.
+    observe: tuple[Policy, ...] = (),
+    after_layer: Callable[[], object] | None = None,
+) -> tuple[Float[Array, "B *T V"], State, AttnStats]:
+    """One pass over new tokens: logits after the last column, the state after, and what was observed, if `gives`.
 
     Args:
       model, params: the model.
       tokens: ids "B T", padded on the left.
-      state: the state before.
+      state: the state before. Unless it is ready, tokens are of a prompt, and get new slots.
       valid: how many of the last columns are tokens of each sequence "B", None for all.
-      phase: whether a prompt is read or a token decoded.
       evict: whether the policy decides in this pass.
       ends: whether the prompt ends with these tokens; only then are layers stored as the policy wants them.
-      observe: what else is observed, one tuple a layer; () for nothing.
-      grow, gives: as in `Attend`.
+      observe: policies that look at what is observed, besides the state's.
+      gives: as in `Attend`.
       every: logits after every column.
       after_layer: called when a layer has been compiled and started, as a bar of progress is.
     """
-    plan, joint = state.plan, state.plan.policy.joint
+    plan, joint, grow = state.plan, state.plan.policy.joint, not state.ready
+    phase: Phase = "decode" if tokens.shape[1] == 1 and not grow else "prefill"
     outer, each = model.parts(params)
     if (mesh := state.layers[0].how.mesh) is not None:
         tokens, valid = on_rows((tokens, valid), mesh)
     x, tokens, pos, length = embed(model, outer, tokens, state.length, valid)
     state = dataclasses.replace(state, length=length)
-    at_once, names, inputs = evict and not joint, [], []
+    at_once, inputs = evict and not joint, []
     for i, (policy, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
         later = (Keys(),) if (gives or joint) and kv.how.positions == "rank" else ()  # decisions after all layers
-        names.append(unique((*policy.observe(phase), *(observe[i] if observe else ()), *later)))
+        others = (o for p in observe for o in p.at(i, len(plan.layers)).observe(phase))
+        sees = unique((*policy.observe(phase), *others, *later))
         how = {"evict": at_once, "grow": grow, "gives": gives or joint}
-        attend = Attend(state.context(i, phase, tokens), pos, policy, names[i], plan.infos[i].num_kv_heads, **how)
-        inputs.append((kv, attend))
+        inputs.append((kv, Attend(state.context(i, phase, tokens), pos, policy, sees, **how)))
 
     held = kv_layers(model.config)
     kinds, slots = [(model.alike[n], policy) for n, policy in zip(held, plan.layers, strict=True)], plan.capacities
@@ -280,7 +271,7 @@ def step(
     if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
         slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
 
-    def layer(n: int, x: Array, params: PyTree, here: tuple[Any, Any]) -> tuple[Array, Any]:
+    def layer(n: int, x: Array, params: PyTree, here: tuple[Any, Any]) -> tuple[Array, PyTree]:
         kv, attend = here
         if n not in held:
             return layer_step(model, model.alike[n], params, x, kv, attend)[:2]
@@ -288,15 +279,15 @@ def step(
         x, kv, (found, lost) = layer_step(
             model, model.alike[n], params, x, kv, attend, slots[i] if compacts else None, ends or not compacts
         )
-        if compacts and not shares and slots[i] != (n := plan.capacities[i]):
-            kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=n, ends=ends)
+        if compacts and not shares and slots[i] != plan.capacities[i]:
+            kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=plan.capacities[i], ends=ends)
             lost = (lost[0] | full[:, None],)
         return x, (kv, found, lost)
 
     apart = [n for n in range(len(each)) if n not in held]
     shared = in_turn(model, [*zip(kinds, slots, strict=True)], [model.alike[n] for n in apart]) if shares else None
-    inputs = in_turn(model, inputs, [(own, Positions(pos)) for own in state.others])
-    x, done = each_layer(layer, x, each, inputs, kinds=shared, after_layer=after_layer)
+    every_layer = in_turn(model, inputs, [(own, Positions(pos)) for own in state.others])
+    x, done = each_layer(layer, x, each, every_layer, kinds=shared, after_layer=after_layer)
     layers, seen, lost = zip(*(done[n] for n in held), strict=True)
     others = tuple(done[n] for n in apart)
     lost = tuple(x for each in lost for x in each)
@@ -306,8 +297,12 @@ def step(
         layers = tuple(kv if n == most else kv.compact(n) for (kv, n), most in zip(cuts, slots, strict=True))
     ready = state.ready or (at_once and ends)
     state = dataclasses.replace(state, layers=layers, others=others, ready=ready, steady=evict and state.steady)
-    stats = AttnStats(seen, tokens, tuple(names), phase) if joint or gives else None
-    if stats is not None and joint and evict:
-        state, full = evict_layers(state, stats, grow=grow, ends=ends)
+    stats = AttnStats(seen, tokens, phase)
+    if joint and evict:
+        state, full = evict_layers(state, stats, ends=ends)
         lost = (*lost, *(x[:, None] for x in full)) if phase == "prefill" else lost
+    if valid is not None and not grow:  # sequences without a new token keep what they had
+        reads = jnp.asarray(valid, bool)
+        layers = tuple(new.where(reads, old) for new, (old, _) in zip(state.layers, inputs, strict=True))
+        state = dataclasses.replace(state, layers=layers)
     return head(model, outer, x, lost, every=every), state, stats

@@ -12,15 +12,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from kvjax.contract import Amount, Config, Policy, Size
-from kvjax.observe import Reread
+from kvjax.contract import Amount, Config, Policy, Size, Stats
 from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
 from kvjax.run.plan import Plan, infos_of, init_policy_params, planned
-from kvjax.run.reread import after_replay, block_rows, rereads
+from kvjax.run.reread import after_replay, block_rows
 from kvjax.run.state import AttnStats, State, empty_state, row_keys
 from kvjax.storage import Storage
 
@@ -124,9 +123,10 @@ def plan_memory(
     B, T, new = batch, prompt_len, max_new_tokens
     lengths = np.full(B, T, np.int32)
     (plan, hparams), whole_plan = (planned(p, infos_of(config, p, T, new), lengths) for p in (policy, Policy()))
-    state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, check_block(plan, block, T))
+    block = check_block(plan, block, T)
+    state, grown, seen = read_shapes(config, policy, plan, hparams, lengths, block)
     full = read_shapes(config, Policy(), *whole_plan, lengths)[0]
-    again, layers = rereads(state), cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
+    layers = cast(tuple[Any, ...], state.layers)  # a `Layer` or a `Pool` each
     return Memory(
         run=f"{B} x ({T:,} + {new:,}) tokens, {jnp.dtype(config.dtype).name}",
         keys_values=_bytes([(kv.k, kv.v) for kv in layers]),
@@ -135,11 +135,11 @@ def plan_memory(
         weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
         sequences=_bytes(dataclasses.replace(state, layers=())),
         full=_bytes(full),
-        **_reading(config, state, grown, seen, again, T if block is None else min(block, T)),
+        **_reading(config, plan, grown, seen, B, block or T),
     )
 
 
-def _bytes(x: Any) -> int:
+def _bytes(x: PyTree) -> int:
     """Bytes of all arrays in it."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
@@ -151,34 +151,33 @@ def read_shapes(
     hparams: tuple[PyTree, ...],
     lengths: Int[np.ndarray, "B"],
     block: int | None = None,
-) -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
+) -> tuple[State, tuple[Storage, ...], tuple[Stats, ...]]:
     """Shapes: the state after prompts, the layers with all rows of the last pass, and what was observed of each."""
     width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
     B, T, H, D = len(lengths), block or width, config.head_dim, getattr(config, "embed_dim", 0)
     N, K = config.num_query_heads, config.num_kv_heads
 
-    def read() -> tuple[State, tuple[Storage, ...], tuple[Any, ...]]:
+    def read() -> tuple[State, tuple[Storage, ...], tuple[Stats, ...]]:
         keys = row_keys(None, B)
         learned = init_policy_params(config, policy, keys[0], width=width, max_new_tokens=steps)
         how = {"keys": keys, "policy_params": learned if jax.tree.leaves(learned) else None}
         state = empty_state(config, policy, plan, hparams, lengths, steps, slots=block is not None, **how)
-        pos, names = jnp.zeros((B, T), jnp.int32), tuple(p.observe("prefill") for p in plan.layers)
+        pos = jnp.zeros((B, T), jnp.int32)
         q, k = (jnp.zeros((B, heads, T, H), config.dtype) for heads in (N, K))
         around = jnp.zeros((N, H, D), config.dtype), jnp.zeros((B, T, D), config.dtype)
         each = []
         for i, (own, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
-            ctx, heads = state.context(i, "prefill", pos), plan.infos[i].num_kv_heads
-            attend = Attend(ctx, pos, own, names[i], heads, evict=False, gives=True)
+            attend = Attend(state.context(i, "prefill", pos), pos, own, own.observe("prefill"), evict=False, gives=True)
             each.append(_attended(attend, kv, q, k, *around))
         grown, seen = zip(*each, strict=True)
         state = dataclasses.replace(state, layers=grown)
-        return after_replay(state, AttnStats(seen, pos, names), rereads(state)), grown, seen
+        return after_replay(state, AttnStats(seen, pos)), grown, seen
 
     return jax.eval_shape(read)
 
 
 @jax.jit
-def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden: Any) -> tuple[Storage, Any]:
+def _attended(attend: Attend, kv: Storage, q: Array, k: Array, out_proj: Array, hidden: Array) -> tuple[Storage, Stats]:
     """A layer that has stored new rows, and what was observed of them."""
     how = {"layer": 0, "rotate": lambda x, _: x, "out_proj": out_proj, "hidden": hidden}
     _, kv, (found, _) = attend(kv, q, k, k, **how)
@@ -186,15 +185,10 @@ def _attended(attend: Attend, kv: Storage, q: Any, k: Any, out_proj: Any, hidden
 
 
 def _reading(
-    config: Config,
-    state: State,
-    grown: tuple[Storage, ...],
-    seen: tuple[Any, ...],
-    again: tuple[Reread, ...],
-    rows: int,
+    config: Config, plan: Plan, grown: tuple[Storage, ...], seen: tuple[Stats, ...], B: int, rows: int
 ) -> dict[str, int]:
     """The bytes of `Memory` that reading takes, those of the pass and the layer that takes most."""
-    B, N, size = len(state.length), config.num_query_heads, jnp.dtype(config.dtype).itemsize
+    N, size = config.num_query_heads, jnp.dtype(config.dtype).itemsize
     D, M = getattr(config, "embed_dim", 0), getattr(config, "mlp_dim", 0)
 
     def of_rows(rows: int, slots: int, heads: int, cache: int, observed: int, scratch: int = 0) -> dict[str, int]:
@@ -204,12 +198,12 @@ def _reading(
         attention = width(2 * N * config.head_dim) + observed + max(logits, scratch)
         return {"cache": cache, "attention": attention, "feed_forward": width(3 * M)}
 
-    together = _bytes((grown, seen)) if state.plan.policy.joint or again else 0
+    together = _bytes((grown, seen)) if plan.policy.joint or plan.again else 0
     passes = []
-    for kv, found, info in zip(grown, seen, state.plan.infos, strict=True):
+    for kv, found, info in zip(grown, seen, plan.infos, strict=True):
         slots, heads, cache = kv.pos.shape[-1], info.num_kv_heads, _bytes(kv)
         passes.append(of_rows(rows, slots, heads, max(cache, together), _bytes(found)))
-        for how in again:
+        for how in plan.again:
             R = how.most(info.prompt_len)
             keys = how.sinks + how.size(info.prompt_len) + R
             scratch = 2 * 4 * B * N * block_rows(R, B * N, keys) * keys

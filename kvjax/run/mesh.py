@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from kvjax.contract import Config, Model, Size
 from kvjax.run.checks import check_model, traced
+from kvjax.run.state import State
 from kvjax.storage.mesh import AXES, DATA, HEADS, sharding
+
+X = TypeVar("X")
 
 
 def make_mesh(data: Size = 1, heads: Size = 1) -> Mesh:
@@ -41,7 +44,7 @@ def _check_axes(mesh: Mesh) -> None:
         raise ValueError(f"mesh has the axes {mesh.axis_names}, not {AXES}; make it with kvjax.make_mesh")
 
 
-def check_mesh(mesh: Any, config: Config, batch: int) -> None:
+def check_mesh(mesh: Mesh, config: Config, batch: int) -> None:
     """Refuses a mesh whose devices cannot share a batch and a model's kv heads."""
     _check_axes(mesh)
     K = config.num_kv_heads
@@ -72,7 +75,7 @@ def shard_params(model: Model, params: PyTree, mesh: Mesh) -> PyTree:
     leaves, structure = jax.tree.flatten(params)
     axes = model.split_axes(params) if hasattr(model, "split_axes") else [None] * len(leaves)
 
-    def one(x: Any, axis: int | None) -> Any:
+    def one(x: Array, axis: int | None) -> Array:
         divides = axis is not None and -x.ndim <= axis < x.ndim and x.shape[axis] % mesh.shape[HEADS] == 0
         spec = (HEADS if divides and i == axis % x.ndim else None for i in range(x.ndim))
         return _placed(x, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -80,18 +83,20 @@ def shard_params(model: Model, params: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.unflatten(structure, [one(x, axis) for x, axis in zip(leaves, axes, strict=True)])
 
 
-def on_mesh(model: Model, params: PyTree, mesh: Any, batch: int) -> PyTree:
-    """Checks a mesh, and places parameters on it."""
+def on_mesh(model: Model, params: PyTree, mesh: Mesh | None, batch: int) -> PyTree:
+    """Checks a mesh, and places parameters on it; None for none."""
+    if mesh is None:
+        return params
     check_mesh(mesh, model.config, batch)
     return shard_params(model, params, mesh)
 
 
-def on_rows(rows: Any, mesh: Mesh) -> Any:
+def on_rows(rows: X, mesh: Mesh) -> X:
     """Places arrays "B ..." on a mesh, by rows; XLA places traced ones."""
     return jax.tree.map(lambda x: _placed(x, sharding(x, mesh, (DATA,))), rows)
 
 
-def placed(state: Any, mesh: Mesh) -> Any:
+def placed(state: State, mesh: Mesh) -> State:
     """Places a state on a mesh, and tells its layers."""
     known = lambda kv: kv.replace(how=dataclasses.replace(kv.how, mesh=mesh))
     lie = lambda kv: jax.tree.map(lambda x: _placed(x, sharding(x, mesh, kv.axes)), known(kv))
@@ -100,7 +105,7 @@ def placed(state: Any, mesh: Mesh) -> Any:
     return dataclasses.replace(bare, layers=tuple(map(lie, state.layers)), params=learned)
 
 
-def _placed(x: Any, where: NamedSharding) -> Any:
+def _placed(x: Array, where: NamedSharding) -> Array:
     """Places an array; XLA places traced ones."""
     if traced(x) or (isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim)):
         return x

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PyTree
 
-from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, kv_layers, value
+from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, kv_layers, unique, value
+from kvjax.observe import Reread
 
 _TILE = 8  # what sizes are rounded up to: rows of a tile that a kernel reads
 _STEP = 16  # the same, where sizes differ
@@ -40,6 +41,11 @@ class Plan:
         """Slots of one sequence, over all layers and kv heads."""
         each = zip(self.layers, self.infos, self.capacities, strict=True)
         return sum(n if policy.layout.pool else n * info.num_kv_heads for policy, info, n in each)
+
+    @property
+    def again(self) -> tuple[Reread, ...]:
+        """The ways in which any layer wants the prompt to be repeated."""
+        return unique(o for policy in self.layers for o in rereads(policy))
 
     @functools.cached_property
     def decoding(self) -> "Plan":
@@ -149,12 +155,12 @@ def sharing(plans: Iterable[Plan]) -> list[Plan]:
 def planned(
     policy: Policy,
     infos: tuple[LayerInfo, ...],
-    lengths: Int[Array, "B"] | Any,
+    lengths: Int[Array, "B"] | Int[np.ndarray, "B"],
     plan: Plan | None = None,
     *,
     longest: int | None = None,
     held: bool = False,
-) -> tuple[Plan, tuple[Any, ...]]:
+) -> tuple[Plan, tuple[PyTree, ...]]:
     """The plan of a run, and its `hparams`, a tree of arrays "B ..." for every layer.
 
     Args:
@@ -186,8 +192,18 @@ def planned(
     found = Plan(compiled(policy) if policy.joint else Policy(), tuple(map(compiled, each)), infos, capacities)
     if plan is None:
         return found, hparams
-    # Of traced lengths there may be no prompt as long as the longest.
-    _check_fits(plan, found, tuple(int(n.min()) for n in slots) if traced else need, held)
+    if (plan.layers, plan.policy, plan.infos) != (found.layers, found.policy, found.infos):
+        raise ValueError(
+            "the plan is that of another policy or another run: fields other than budgets, the prompts' width or "
+            "max_new_tokens differ; make the plan from the same policy with a larger budget"
+        )
+    if traced:  # there may be no prompt as long as the longest
+        need = tuple(int(n.min()) for n in slots)
+    if not held and (short := [i for i in range(L) if need[i] > plan.capacities[i]]):
+        raise ValueError(
+            f"layer {short[0]} needs {need[short[0]]} slots, but the plan has {plan.capacities[short[0]]}; make the "
+            "plan from the largest budget that will run under it"
+        )
     return plan, hparams
 
 
@@ -200,7 +216,7 @@ def plan_request(
     *,
     plan: Plan | None = None,
     buckets: bool = False,
-) -> tuple[Plan, tuple[Any, ...]]:
+) -> tuple[Plan, tuple[PyTree, ...]]:
     """The sizes that a request is compiled for, those of `plan` if there is one, and the policy's numbers for it.
 
     With `buckets`, width and new tokens are rounded up, and there are slots for a prompt of the rounded width. What is
@@ -223,26 +239,9 @@ def plan_request(
         return make(width, max_new_tokens)
 
 
-def _check_fits(plan: Plan, found: Plan, need: tuple[int, ...], held: bool) -> None:
-    """Raises ValueError if a plan has fewer slots than needed, or differs from the one found in more than slots.
-
-    With `held` tokens are in their slots already, and no more are needed.
-    """
-    if (plan.layers, plan.policy, plan.infos) != (found.layers, found.policy, found.infos):
-        raise ValueError(
-            "the plan is that of another policy or another run: fields other than budgets, the prompts' width or "
-            "max_new_tokens differ; make the plan from the same policy with a larger budget"
-        )
-    if not held and (short := [i for i in range(len(need)) if need[i] > plan.capacities[i]]):
-        raise ValueError(
-            f"layer {short[0]} needs {need[short[0]]} slots, but the plan has {plan.capacities[short[0]]}; make the "
-            "plan from the largest budget that will run under it"
-        )
-
-
 def init_policy_params(
     config: Config, policy: Policy, key: Key[Array, ""], *, width: Amount = 0, max_new_tokens: Amount = 0
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
     """Learned parameters of a policy to begin with, a tree for every layer: what `policy_params=` takes.
 
     Args:
@@ -256,7 +255,7 @@ def init_policy_params(
     return tuple(policy.at(i, len(infos)).init_params(info, jax.random.fold_in(key, i)) for i, info in enumerate(infos))
 
 
-def own_params(policy: Policy, infos: tuple[LayerInfo, ...], given: Any) -> tuple[Any, ...]:
+def own_params(policy: Policy, infos: tuple[LayerInfo, ...], given: PyTree) -> tuple[PyTree, ...]:
     """Learned parameters, a tree a layer, as the policy names them; () if it has none.
 
     Raises:
@@ -269,7 +268,7 @@ def own_params(policy: Policy, infos: tuple[LayerInfo, ...], given: Any) -> tupl
     return tuple(each) if jax.tree.leaves(each) else ()
 
 
-def layer_params(policy: Policy, info: LayerInfo, given: Any) -> Any:
+def layer_params(policy: Policy, info: LayerInfo, given: PyTree) -> PyTree:
     """The learned parameters of one layer in the containers that its policy begins with.
 
     Dicts may stand for what has names, and lists for tuples.
@@ -294,6 +293,11 @@ def layer_params(policy: Policy, info: LayerInfo, given: Any) -> Any:
             "init_policy_params, or others of their names and shapes"
         )
     return jax.tree.unflatten(tree, [here[n] for n in wanted])
+
+
+def rereads(policy: Policy) -> tuple[Reread, ...]:
+    """The ways in which a layer's policy wants the prompt to be repeated."""
+    return tuple(o for o in policy.observe("replay") if isinstance(o, Reread))
 
 
 def learns(policy: Policy, infos: tuple[LayerInfo, ...]) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.contract import Amount, Layout, Model, Observation, Phase, Policy, PRNGKey, kv_layers, unique
+from kvjax.contract import Amount, Ids, Layout, Model, Observation, Phase, Policy, PRNGKey, kv_layers, unique
 from kvjax.observe import Reread
 from kvjax.run.apply import HidesTokens
 from kvjax.run.checks import check_block, check_model, check_positions, check_prompts, traced
 from kvjax.run.forward import forward
-from kvjax.run.plan import infos_of, learns, planned
+from kvjax.run.plan import infos_of, learns, planned, rereads
 from kvjax.run.reread import check_rereads, repeated
 from kvjax.run.state import AttnStats, Prompts, State
 from kvjax.run.steps import read_prompts, start
@@ -49,8 +49,7 @@ def stored_as(policy: Policy, num_layers: int) -> Stored:
     """How the prompt must be stored in every layer, and read again, so that the policy can be applied to it."""
     each = [policy.at(i, num_layers) for i in range(num_layers)]
     kept = lambda x: Layout("rank" if x.positions == "rank" else "original", by_query_head=x.by_query_head)
-    again = unique(o for p in each for o in p.observe("replay") if isinstance(o, Reread))
-    return Stored(tuple(kept(p.layout) for p in each), again)
+    return Stored(tuple(kept(p.layout) for p in each), unique(o for p in each for o in rereads(p)))
 
 
 def read_whole(
@@ -78,24 +77,23 @@ def read_whole(
     if not traced(prompts.lengths):
         check_positions(model.config, state.plan, np.asarray(prompts.lengths), max_new_tokens)
     if stored.again:
-        check_rereads(model, state, stored.again, not traced(*prompts))
+        check_rereads(model, state.plan, not traced(*prompts))
     how = {"valid": prompts.lengths, "observe": tuple(dict.fromkeys(policies))}
     logits, state, stats = forward(model, params, prompts.tokens, state, **how)
     if stored.again:
-        known = np.asarray(prompts.tokens), np.asarray(prompts.lengths)
-        stats = repeated(model, params, *known, state, stats, stored.again)
+        stats = repeated(model, params, np.asarray(prompts.tokens), np.asarray(prompts.lengths), state, stats)
     return logits, state, stats
 
 
 def prefill_each(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     policies: Mapping[str, Policy],
     *,
     max_new_tokens: Amount,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     key: PRNGKey = None,
 ) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
     """Reads prompts once, and evicts from them under each of several policies: `prefill` for all of them.
@@ -133,24 +131,15 @@ def prefill_each(
         if learns(policy, plan.infos):
             raise ValueError(f"{name}: the policy has learned parameters; use kvjax.prefill(..., policy_params=)")
         groups.setdefault(stored_as(policy, L), []).append(name)
-    return _each(model, params, prompts, steps, policies, groups, key)
 
+    def each() -> Iterator[tuple[str, Float[Array, "B V"], State]]:
+        for stored, names in groups.items():
+            own = {"policies": [policies[name] for name in names], "stored": stored, "key": key}
+            logits, state, stats = read_whole(model, params, prompts, steps, **own)
+            for name in names:
+                try:
+                    yield name, logits, policies[name](state, stats)
+                except HidesTokens:  # rows of its prompt read less than is stored
+                    yield name, *read_prompts(model, params, prompts, policies[name], steps, key=key)
 
-def _each(
-    model: Model,
-    params: PyTree,
-    prompts: Prompts,
-    steps: int,
-    policies: Mapping[str, Policy],
-    groups: Mapping[Stored, Sequence[str]],
-    key: PRNGKey,
-) -> Iterator[tuple[str, Float[Array, "B V"], State]]:
-    """`prefill_each` for policies by how prompts are stored for them."""
-    for stored, names in groups.items():
-        own = {"policies": [policies[name] for name in names], "stored": stored, "key": key}
-        logits, state, stats = read_whole(model, params, prompts, steps, **own)
-        for name in names:
-            try:
-                yield name, logits, policies[name](state, stats)
-            except HidesTokens:  # rows of its prompt read less than is stored
-                yield name, *read_prompts(model, params, prompts, policies[name], steps, key=key)
+    return each()

@@ -9,17 +9,18 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 _LONGEST_PERIOD = 8  # layers after which kinds may repeat
+_Layer = Callable[[int, Array, PyTree, Any], tuple[Array, PyTree]]
 
 
 def each_layer(
-    layer: Callable[..., tuple[Array, Any]],
+    layer: _Layer,
     x: Array,
-    params: Sequence[Any],
-    inputs: Sequence[Any],
+    params: Sequence[PyTree],
+    inputs: Sequence[PyTree],
     *,
     kinds: Sequence[Hashable] | None = None,
-    after_layer: Callable[[], Any] | None = None,
-) -> tuple[Array, list[Any]]:
+    after_layer: Callable[[], object] | None = None,
+) -> tuple[Array, list[PyTree]]:
     """The residual stream after all layers, and what else each gives.
 
     Args:
@@ -30,10 +31,12 @@ def each_layer(
         iteration copies the parameters of its layer, so this is for many tokens. None for a program a layer.
       after_layer: called when a layer has been compiled and started.
     """
-    done: list[Any] = []
+    done: list[PyTree] = []
     for start, period, times in [(0, len(inputs), 1)] if kinds is None else _runs(kinds, params, inputs):
         stop = start + period * times
-        if at_once := times > 1 and _keeps_type(layer, start, x, params[start], inputs[start]):
+        after = lambda x, i=start: layer(i, x, params[i], inputs[i])[0]
+        # parameters of another dtype may change the residual stream's
+        if at_once := times > 1 and jax.eval_shape(after, x) == jax.eval_shape(lambda x: x, x):
             x, found = _repeated(layer, start, x, params[start:stop], inputs[start:stop], times)
             done += found
         for i in range(start, stop):
@@ -45,7 +48,7 @@ def each_layer(
     return x, done
 
 
-def _runs(kinds: Sequence[Hashable], params: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[int, int, int]]:
+def _runs(kinds: Sequence[Hashable], params: Sequence[PyTree], inputs: Sequence[PyTree]) -> list[tuple[int, int, int]]:
     """(first layer, period, times) of the runs in which kinds repeat; `times` is 1 where nothing does."""
     shapes = [jax.tree.flatten(jax.tree.map(jax.typeof, both)) for both in zip(params, inputs, strict=True)]
     each = [(kind, tree, *types) for kind, (types, tree) in zip(kinds, shapes, strict=True)]
@@ -59,19 +62,14 @@ def _runs(kinds: Sequence[Hashable], params: Sequence[Any], inputs: Sequence[Any
 
 
 def _repeated(
-    layer: Callable[..., tuple[Array, Any]],
-    start: int,
-    x: Array,
-    params: Sequence[Any],
-    inputs: Sequence[Any],
-    times: int,
-) -> tuple[Array, list[Any]]:
+    layer: _Layer, start: int, x: Array, params: Sequence[PyTree], inputs: Sequence[PyTree], times: int
+) -> tuple[Array, list[PyTree]]:
     """Layers from `start` on, whose kinds repeat so many times."""
     period, tree = len(inputs) // times, jax.tree.structure
     leaves = [[*zip(*map(jax.tree.leaves, inputs[i::period]), strict=True)] for i in range(period)]
     same = [[all(y is ys[0] for y in ys) for ys in each] for each in leaves]  # computed with once, not in every layer
 
-    def step(x: Array, at: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
+    def step(x: Array, at: tuple[Array, list[PyTree]]) -> tuple[Array, list[PyTree]]:
         t, stacked = at
         found = []
         for i, each in enumerate(stacked):
@@ -87,11 +85,6 @@ def _repeated(
     ]
     x, found = lax.scan(step, x, (jnp.arange(times), stacked))
     return x, [jax.tree.map(lambda y, t=t: y[t], one) for t in range(times) for one in found]
-
-
-def _keeps_type(layer: Callable[..., tuple[Array, Any]], i: int, x: Array, params: PyTree, here: Any) -> bool:
-    """Whether the residual stream has the same dtype after a layer, unlike under parameters of another dtype."""
-    return jax.eval_shape(lambda x: layer(i, x, params, here)[0], x) == jax.eval_shape(lambda x: x, x)
 
 
 def _times(kinds: Sequence[Hashable], start: int, period: int) -> int:

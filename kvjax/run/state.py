@@ -12,10 +12,9 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.compose.evict import evicts
-from kvjax.contract import LAST, Config, Context, LayerParams, Phase, Policy, PRNGKey, Stats, kv_layers
+from kvjax.contract import LAST, Config, Context, Ids, LayerParams, Phase, Policy, PRNGKey, Stats, kv_layers
 from kvjax.decide.rewrite import Match
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.run import apply
 from kvjax.run.plan import Plan, fitted, own_params
 from kvjax.storage import Storage, empty
 
@@ -34,18 +33,16 @@ class AttnStats:
     Attributes:
       layers: for each layer, the arrays that its observations gave.
       tokens: the ids that were read.
-      names: for each layer, the observations, in the order of the arrays.
       phase: whether a prompt was read or a token decoded.
     """
 
-    layers: tuple[tuple[Any, ...], ...]
+    layers: tuple[Stats, ...]
     tokens: Int[Array, "B T"] | None = None
-    names: tuple[tuple[Any, ...], ...] = static(default=())
     phase: Phase = static(default="prefill")
 
     def of(self, layer: int) -> Stats:
         """The arrays of one layer, by observation."""
-        return Stats(zip(self.names[layer], self.layers[layer], strict=True))
+        return self.layers[layer]
 
 
 @pytree
@@ -73,13 +70,13 @@ class State:
     keys: Key[Array, "B"]
     max_new_tokens: Int[Array, "B"]
     hparams: tuple[PyTree, ...]
-    params: tuple[Any, ...] = ()
+    params: tuple[PyTree, ...] = ()
     plan: Plan = static(default=None)
     ready: bool = static(default=False)
     steady: bool = static(default=True)
     others: tuple[PyTree, ...] = ()
 
-    def __getitem__(self, rows: Any) -> "State":
+    def __getitem__(self, rows: Ids | slice) -> "State":
         """The sequences `rows`, in that order; one may be taken several times (beams, several questions).
 
         Raises:
@@ -90,19 +87,20 @@ class State:
             rows = np.asarray(rows)
             if not np.isin(rows, np.arange(-B, B)).all():
                 raise ValueError(f"rows={rows.tolist()} are taken of {B} sequences; give 0 to {B - 1}")
-        taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=(), layers=()))
+        taken = jax.tree.map(lambda x: x[rows], dataclasses.replace(self, params=()))
         if isinstance(rows, jax.core.Tracer):  # what may not read any token has no logits
             taken = dataclasses.replace(
                 taken, max_new_tokens=jnp.where((rows >= -B) & (rows < B), taken.max_new_tokens, -LAST)
             )
-        return dataclasses.replace(taken, params=self.params, layers=tuple(kv.take(rows) for kv in self.layers))
+        return dataclasses.replace(taken, params=self.params)
 
-    def applied(self, policy: Policy, stats: AttnStats) -> "State":
+    def applied(self, policy: Policy, stats: AttnStats, plan: Plan | None = None) -> "State":
         """Updates the state by a policy: `policy(state, stats)`.
 
         Args:
           policy: any policy, that of the state or another one.
           stats: what `forward` observed.
+          plan: of a whole prompt, sizes of a larger budget, whose slots and programs are used.
 
         Raises:
           ValueError: something that the policy wants to see was not observed; a prompt that was read in a way that the
@@ -110,7 +108,14 @@ class State:
         """
         if not isinstance(stats, AttnStats):
             raise ValueError(f"stats is a {type(stats).__name__}, not an AttnStats, such as kvjax.forward gives")
-        return apply.apply_policy(policy, self, stats)
+        from kvjax.run import apply  # which is built on this class
+
+        after, prompt = apply.with_policy(policy, self, stats, plan), not self.ready
+        after = apply.stored_for_policy(after) if prompt and after.plan.layers != self.plan.layers else after
+        after, lost = apply.evict_layers(dataclasses.replace(after, steady=False), stats)
+        if not isinstance(lost[0], jax.core.Tracer):
+            apply.check_lost(after, lost)
+        return apply.own_arrays(dataclasses.replace(after, steady=True))
 
     def fit(self) -> "State":
         """The state with the slots alone that its tokens need, and those that may still come. Outside of `jit`.
@@ -126,6 +131,8 @@ class State:
             raise ValueError("the sizes of a traced state are fixed; fit it outside of jit")
         if not self.ready:
             raise ValueError("the state holds no prompt that was read to its end; fit what kvjax.prefill returns")
+        from kvjax.run import apply
+
         plan, layers = fitted(self.plan, self.num_needed.max(0)), list(self.layers)
         for i, (policy, n) in enumerate(zip(plan.layers, plan.capacities, strict=True)):
             if n < self.plan.capacities[i]:
@@ -155,7 +162,7 @@ class State:
         """Bytes of all layers."""
         return sum(kv.nbytes for kv in self.layers) + sum(x.nbytes for x in jax.tree.leaves(self.others))
 
-    def context(self, layer: int, phase: Phase, tokens: Any = None) -> Context:
+    def context(self, layer: int, phase: Phase, tokens: Int[Array, "B T"] | None = None) -> Context:
         """The `Context` of a layer's policy, while these token ids are read."""
         info, policy = self.plan.infos[layer], self.plan.layers[layer]
         width = info.prompt_len if phase == "prefill" else self.plan.decoding.infos[layer].prompt_len
@@ -224,7 +231,7 @@ def empty_state(
                 'where they are; use "original", or leave out the rewrite'
             )
     each = zip(plan.layers, plan.infos, plan.capacities, strict=True)
-    layers = tuple(empty(i, B, config.dtype, p.memory(i), p.layout, p.writes, c if slots else 0) for p, i, c in each)
+    layers = tuple(empty(info, policy, B, config.dtype, n if slots else 0) for policy, info, n in each)
     xp: Any = jnp if isinstance(lengths, jax.core.Tracer) else np  # which compiles nothing
     lengths, most = xp.asarray(lengths, xp.int32), xp.full((B,), max_new_tokens, xp.int32)
     own = lengths, keys, most, given  # copies, so that the state may be donated without the caller's arrays

@@ -6,7 +6,6 @@
 Letters: B batch, T tokens of a prompt, V vocabulary.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 from tqdm.auto import tqdm
 
-from kvjax.contract import Amount, LayerParams, Model, Policy, PRNGKey, Size
+from kvjax.contract import Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size
 from kvjax.run.apply import check_layers_kept, check_lost, evict_layers
 from kvjax.run.checks import (
     as_array,
@@ -34,7 +33,7 @@ from kvjax.run.checks import (
 from kvjax.run.layers import step
 from kvjax.run.mesh import check_mesh, on_mesh, placed
 from kvjax.run.plan import Plan, plan_request
-from kvjax.run.reread import check_rereads, repeated, rereads
+from kvjax.run.reread import check_rereads, repeated
 from kvjax.run.state import Prompts, State, empty_state, row_keys
 
 
@@ -42,7 +41,7 @@ def start(
     model: Model,
     *,
     policy: Policy,
-    lengths: Any,
+    lengths: Ids,
     max_new_tokens: Amount,
     width: Size | None = None,
     key: PRNGKey = None,
@@ -76,7 +75,7 @@ def start(
         check_mesh(mesh, model.config, len(lengths))
     plan, hparams = plan_request(model.config, policy, lengths, width, max_new_tokens, plan=plan)
     if not traced(lengths):
-        check_positions(model.config, plan, lengths, max_new_tokens)
+        check_positions(model.config, plan, np.asarray(lengths), max_new_tokens)
     how = {"keys": row_keys(key, len(lengths)), "policy_params": policy_params}
     state = empty_state(model.config, policy, plan, hparams, lengths, max_new_tokens, **how)
     return state if mesh is None else placed(state, mesh)
@@ -85,12 +84,12 @@ def start(
 def prefill(
     model: Model,
     params: PyTree,
-    tokens: Any,
+    tokens: Ids,
     *,
     policy: Policy = Policy(),
     max_new_tokens: Amount,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     key: PRNGKey = None,
     block: Size | None = None,
     plan: Plan | None = None,
@@ -129,8 +128,7 @@ def prefill(
     """
     check_model(model, params)
     prompts = check_prompts(model, tokens, lengths, attention_mask)
-    if mesh is not None:
-        params = on_mesh(model, params, mesh, len(prompts.tokens))
+    params = on_mesh(model, params, mesh, len(prompts.tokens))
     how = {"key": key, "block": block, "plan": plan, "policy_params": policy_params, "mesh": mesh, "progress": progress}
     return read_prompts(model, params, prompts, policy, max_new_tokens, **how)
 
@@ -167,21 +165,20 @@ def read_prompts(
     how = {"keys": row_keys(key, B), "slots": block is not None, "policy_params": policy_params}
     state = empty_state(config, policy, plan, hparams, lengths, max_new_tokens, **how)
     state = state if mesh is None else placed(state, mesh)
-    again = rereads(state)
-    if again:
-        check_rereads(model, state, again, known)
+    if plan.again:
+        check_rereads(model, plan, known)
     xp: Any = np if known else jnp
     num, L = 1 if block is None else -(-T // block), len(state.layers)
-    total = L * (num + sum(len([*how.firsts(plan.infos[0].prompt_len)]) for how in again))
+    total = L * (num + sum(len([*how.firsts(plan.infos[0].prompt_len)]) for how in plan.again))
     with tqdm(total=total, desc="prompt", unit="layer", disable=None if progress is None else not progress) as bar:
-        read = functools.partial(step, model, params, phase="prefill", grow=True, after_layer=bar.update)
+        read = functools.partial(step, model, params, after_layer=bar.update)
         if block is not None:
             tokens = xp.pad(prompts.tokens, ((0, 0), (num * block - T, 0)))
             behind = block * xp.arange(num - 1, 0, -1)
             valid = xp.clip(lengths[None] - behind[:, None], 0, block)
             blocks = tokens[:, :-block].reshape(B, num - 1, block).swapaxes(0, 1)
 
-            def read_block(state: State, given: tuple[Any, Any]) -> tuple[State, None]:
+            def read_block(state: State, given: tuple[Array, Array]) -> tuple[State, None]:
                 return read(given[0], state, given[1], ends=False)[1], None
 
             if traced(*jax.tree.leaves((params, prompts))):  # compiles one block, whatever their number
@@ -192,9 +189,9 @@ def read_prompts(
             logits, state, _ = read(tokens[:, -block:], state, xp.minimum(lengths, block))
             return checked_logits(logits, state), state
         tokens = xp.pad(prompts.tokens, ((0, 0), (plan.infos[0].prompt_len - T, 0)))
-        logits, state, stats = read(tokens, state, lengths, evict=not again, gives=bool(again))
-        if again and stats is not None:
-            stats = repeated(model, params, tokens, np.asarray(lengths), state, stats, again, bar.update)
+        logits, state, stats = read(tokens, state, lengths, evict=not plan.again, gives=bool(plan.again))
+        if plan.again:
+            stats = repeated(model, params, tokens, np.asarray(lengths), state, stats, bar.update)
             state, lost = evict_layers(state, stats)
             check_lost(state, lost)
         return checked_logits(logits, state), state
@@ -219,7 +216,7 @@ def checked_logits(logits: Float[Array, "B V"], state: State) -> Float[Array, "B
 
 
 def decode_step(
-    model: Model, params: PyTree, token: Any, state: State, *, active: Any = None
+    model: Model, params: PyTree, token: Ids, state: State, *, active: Ids | None = None
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads one token of every sequence, and evicts if it is time to.
 
@@ -245,26 +242,19 @@ def decode_step(
         active = as_array("active", active, np.bool_, (B,), "True or False, one a sequence")
     check_ids(model, token if active is None or traced(token, active) else token[active])
     check_room(state, 1 if active is None else active.astype(np.int32))
-    logits, after = decode(model, params, jnp.asarray(token, jnp.int32), state, active)
+    reads = None if active is None else jnp.asarray(active)
+    logits, after = decode(model, params, jnp.asarray(token, jnp.int32), state, reads)
     checked_logits(logits if active is None or traced(active) else logits[np.flatnonzero(active)], after)
     return logits, after
 
 
 def decode(
-    model: Model,
-    params: PyTree,
-    token: Int[Array, "B"],
-    state: State,
-    active: Bool[Array, "B"] | None = None,
+    model: Model, params: PyTree, token: Int[Array, "B"], state: State, active: Bool[Array, "B"] | None = None
 ) -> tuple[Float[Array, "B V"], State]:
     """Reads one checked token of every sequence, and evicts.
 
     Logits are NaN behind the last token that a sequence was planned for, which under `jax.jit` they alone can say.
     """
-    logits, after, _ = step(model, params, token[:, None], state, active, "decode")
+    logits, after, _ = step(model, params, token[:, None], state, active)
     past = after.length - after.prompt_length > after.max_new_tokens
-    logits = jnp.where(past[:, None], jnp.nan, logits)
-    if active is None:
-        return logits, after
-    layers = tuple(new.where(active, old) for new, old in zip(after.layers, state.layers, strict=True))
-    return logits, dataclasses.replace(after, layers=layers)
+    return jnp.where(past[:, None], jnp.nan, logits), after

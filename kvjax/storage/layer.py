@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, Layout, PerHead, PerSlot, Reads, Rotate
+from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, PerHead, PerSlot, Policy, Reads, Rotate
 from kvjax.pallas_kernels import Logits, attention, reference
 from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
+from kvjax.pallas_kernels.kinds import Dtype
 from kvjax.pallas_kernels.logits import linear_bias
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage.mesh import apart, attention_on
@@ -19,43 +21,20 @@ from kvjax.storage.protocol import Keeps, Storage
 
 
 @pytree
-class Layer(Storage):
-    """One layer's cache. A slot is live if `pos >= 0`; the order of slots has no meaning.
+class Layer(LayerView, Storage):
+    """One layer's cache.
 
     Attributes:
       k: keys, C = H channels unless some were dropped. Rotated to `pos`, or not at all where positions are ranks.
-      v: values.
-      pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
-      memory: what the policy remembers: arrays "B K S ...", or "B K ..." where they belong to heads.
-      log_weight: the logarithm of what each slot counts in attention, None for one each.
+      memory: arrays "B K S ...", or "B K ..." where they belong to heads.
       channels: the key channels that are left, or will be after compaction; None for all.
-      how: what is static.
     """
 
-    k: Float[Array, "B K S C"]
-    v: Float[Array, "B K S H"]
-    pos: Int[Array, "B K S"]
-    memory: PyTree = ()
-    log_weight: Float[Array, "B K S"] | None = None
-    channels: Int[Array, "B K _"] | None = None
     how: Keeps = static(default=Keeps())
-
-    @property
-    def live(self) -> Bool[Array, "B K S"]:
-        """Which slots hold a token."""
-        return self.pos != EMPTY
-
-    @property
-    def num_live(self) -> Int[Array, "B K"]:
-        return self.live.sum(-1, dtype=jnp.int32)
 
     @property
     def head_pos(self) -> Int[Array, "B K S"]:
         return self.pos
-
-    def keep(self, mask: Bool[Array, "B K S"]) -> "Layer":
-        """The layer without the slots outside `mask`; nothing moves."""
-        return self.replace(pos=jnp.where(mask, self.pos, EMPTY))
 
     def view(self) -> "Layer":
         return self
@@ -103,27 +82,11 @@ class Layer(Storage):
         if self._packed:
             k = jnp.take_along_axis(k, cast(Array, self.channels)[:, :, None], -1)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        mesh = None if slots is None else self.how.mesh
-        return apart(mesh, Layer._filled, self, k, v, each, slots)
-
-    def _filled(self, k: Array, v: Array, pos: Array, slots: Array | None) -> "Layer":
-        """Writes new rows to these slots, or behind all; a single row, that of a decode step, without an axis for rows.
-
-        Log weights and memory are 0 in their slots.
-        """
         if slots is None:
-            row = lambda x: x
-            write = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+            behind = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
             blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
-        else:
-            B, K, rows = slots.shape
-            row = lambda x: x if rows > 1 else x[:, :, 0]
-            at = tuple(map(row, (jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None], slots)))
-            write = lambda x, new: write_rows(x, at, new, rows == 1)
-            blank = lambda x: write(x, 0)
-        weight = None if self.log_weight is None else blank(self.log_weight)
-        fields = {"k": write(self.k, row(k)), "v": write(self.v, row(v)), "pos": write(self.pos, row(pos))}
-        return self.replace(**fields, log_weight=weight, memory=self.how.of_slots(blank, self.memory))
+            return with_rows(self, behind, blank, k, v, each)
+        return apart(self.how.mesh, filled, self, k, v, each, slots)
 
     def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B N S"] | None:
         bias = None if self.log_weight is None else jnp.repeat(self.log_weight, group, axis=1)
@@ -166,8 +129,14 @@ class Layer(Storage):
         if reads.until is not None or reads.log_weight is not None:
             if index is not None:
                 raise ValueError("indices of slots cannot be combined with until or log_weight; give a mask")
-            if q.shape[2] > 1:
-                return _written_out(q, keys, self.v, pos, read, bias, reads, statistics, **how)
+            if q.shape[2] > 1:  # rows read different slots: by the whole T x S matrix
+                row, wide = pos[:, None, :, None], lambda y: jnp.broadcast_to(y, read.shape)[:, :, None]
+                if reads.log_weight is not None:
+                    behind = row - read[:, :, None] >= wide(reads.delay)
+                    how["more"] = jnp.where(behind, wide(reads.log_weight), 0.0)
+                how["reads"] = None if reads.until is None else row < wide(reads.until)
+                found = reference.attention(q, keys, self.v, pos, read, bias, logits.nothing, columns=statistics, **how)
+                return dataclasses.replace(found, out=found.out.astype(q.dtype))
             read, bias = of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
             return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, own=own, **how)
@@ -205,9 +174,8 @@ class Layer(Storage):
             k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
         index = in_order(self.pos)[..., :capacity]
         move = lambda x, fill=0: take(x, index, fill, capacity)
-        weight = None if self.log_weight is None else move(self.log_weight)
-        fields = {"k": move(k), "v": move(self.v), "pos": move(self.pos, EMPTY)}
-        return self.replace(**fields, memory=self.how.of_slots(move, self.memory), log_weight=weight)
+        fields = {"k": move(k), "v": move(self.v), "log_weight": jax.tree.map(move, self.log_weight)}
+        return self.replace(**fields, pos=move(self.pos, EMPTY), memory=self.how.of_slots(move, self.memory))
 
 
 # ------------------------------------------------------------------------------------------------- attention
@@ -230,35 +198,6 @@ def _spread(x: Array, index: Int[Array, "B K R"], num_slots: int) -> Array:
     return jnp.put_along_axis(zeros, index, x, -1, inplace=False)[..., :num_slots]
 
 
-def _written_out(
-    q: Float[Array, "B N T H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    q_pos: Int[Array, "B T"],
-    kv_pos: Int[Array, "B K S"],
-    bias: Float[Array, "B N S"] | None,
-    reads: Reads,
-    statistics: tuple[Columns, ...],
-    *,
-    logits: Logits,
-) -> Attention:
-    """Attention whose rows read different slots, by the whole T x S matrix, as in `pallas_kernels.reference`."""
-    (B, N, T, H), K, dtype = q.shape, k.shape[1], q.dtype
-    q, k, v = (y.astype(accumulator(dtype)) for y in (q, k, v))
-    x = logits.of(jnp.einsum("bkgth,bksh->bkgts", q.reshape(B, K, N // K, T, H), k), H)
-    x = x if bias is None else x + bias.reshape(B, K, N // K, 1, -1)
-    row, wide = q_pos[:, None, :, None], lambda y: jnp.broadcast_to(y, kv_pos.shape)[:, :, None]
-    if reads.log_weight is not None:
-        x = x + jnp.where(row - kv_pos[:, :, None] >= wide(reads.delay), wide(reads.log_weight), 0.0)[:, :, None]
-    seen = logits.visible(q_pos, kv_pos)
-    seen = seen if reads.until is None else seen & (row < wide(reads.until))
-    nothing = None if logits.nothing is None else logits.nothing.astype(x.dtype).reshape(1, K, N // K, 1, 1)
-    p, lse = reference.softmax(x, seen, nothing)
-    out = jnp.einsum("bkgts,bksh->bkgth", p, v).reshape(B, N, T, -1).astype(dtype)
-    measured = tuple(reference.column(spec, p, x, seen, q_pos, kv_pos, logits, nothing) for spec in statistics)
-    return Attention(out, lse.reshape(B, N, T), measured)
-
-
 # ------------------------------------------------------------------------------------------------- slots
 
 
@@ -276,7 +215,7 @@ def take(
     return jnp.pad(x, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (x.ndim - 3), constant_values=fill)
 
 
-def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique: bool) -> Shaped[Array, "..."]:
+def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Array | int, unique: bool) -> Shaped[Array, "..."]:
     """An array with new rows at indices of its first axes; those beyond it are dropped.
 
     One number of each list is written in the pass that reads it next, where a scatter would be a kernel of its own. On
@@ -303,6 +242,23 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Any, unique:
     return select(x) if numbers else lax.platform_dependent(x, new, *at, cpu=select, default=put)
 
 
+def with_rows(kv: Any, write: Callable[..., Array], blank: Callable[[Array], Array], *rows: Array) -> Any:
+    """A layer or a pool with rows of `k`, `v` and `pos`; log weights and memory are `blank` in their slots."""
+    weight = jax.tree.map(blank, kv.log_weight)
+    fields = {n: write(getattr(kv, n), x) for n, x in zip(("k", "v", "pos"), rows, strict=True)}
+    return kv.replace(**fields, log_weight=weight, memory=kv.how.of_slots(blank, kv.memory))
+
+
+def filled(kv: Any, k: Array, v: Array, pos: Array, slots: Array) -> Any:
+    """A layer or a pool with new rows in these slots; a single row, that of a decode step, has no axis for rows."""
+    B, K, rows = slots.shape
+    row = lambda x: x if rows > 1 else x[:, :, 0]
+    places = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+    at = tuple(map(row, (*places[: kv.pos.ndim - 1], slots)))  # a pool's slots are of all heads
+    write = lambda x, new: write_rows(x, at, new, rows == 1)
+    return with_rows(kv, lambda x, new: write(x, row(new)), lambda x: write(x, 0), k, v, pos)
+
+
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
     """A different dead slot for each row but padding; S where there is none.
 
@@ -319,31 +275,21 @@ def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, 
     return jnp.where(fits, jnp.take_along_axis(order, jnp.clip(nth, 0, S - 1), -1), S)
 
 
-def empty(
-    info: LayerInfo,
-    batch: int,
-    dtype: Any,
-    memory: PyTree = (),
-    layout: Layout | None = None,
-    writes: tuple[str, ...] = (),
-    slots: int = 0,
-) -> Layer:
-    """A layer without tokens.
+def empty(info: LayerInfo, policy: Policy, batch: int, dtype: Dtype, slots: int = 0) -> Layer:
+    """A layer without tokens, stored as its policy wants it.
 
     Args:
       info: the layer's shape.
+      policy: the layer's policy.
       batch: sequences.
       dtype: of keys and values.
-      memory: what the policy remembers, a tree of `PerSlot` and `PerHead`.
-      layout: how the layer is stored.
-      writes: what the policy may change of a slot.
       slots: dead slots of each head to begin with.
 
     Raises:
-      TypeError: the memory has leaves that are neither `PerSlot` nor `PerHead`.
+      TypeError: the policy's memory has leaves that are neither `PerSlot` nor `PerHead`.
     """
-    spec, K = lambda x: isinstance(x, PerSlot | PerHead), info.num_kv_heads
-    leaves, tree = jax.tree.flatten(memory, is_leaf=spec)
+    spec, K, layout = lambda x: isinstance(x, PerSlot | PerHead), info.num_kv_heads, policy.layout
+    leaves, tree = jax.tree.flatten(policy.memory(info), is_leaf=spec)
     if wrong := [x for x in leaves if not spec(x)]:
         raise TypeError(
             f"memory is a tree of PerSlot and PerHead, but has a {type(wrong[0]).__name__}: list shapes only"
@@ -352,9 +298,8 @@ def empty(
     one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, K, slots, *x.shape), x.dtype)
     arrays, per_head = tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
     zeros = jnp.zeros((batch, K, slots, info.head_dim), dtype)
-    layout = layout or Layout()
-    weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in writes else None
+    weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in policy.writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
-    how = Keeps(*where, tuple(writes), per_head)
+    how = Keeps(*where, policy.writes, per_head)
     pos, fault = jnp.full(zeros.shape[:3], EMPTY, jnp.int32), jnp.zeros((batch, K), bool)
     return Layer(zeros, zeros, pos, fault, arrays, weight, how=how)

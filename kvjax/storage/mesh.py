@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax import pallas_kernels
 from kvjax.pallas_kernels.columns import Attention, Columns
@@ -46,7 +46,7 @@ def laid_out(tree: X, mesh: Mesh | None, axes: tuple[str, ...] = AXES) -> X:
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, sharding(x, mesh, axes)), tree)
 
 
-def apart(mesh: Mesh | None, function: Callable[..., X], *arrays: Any, axes: tuple[str, ...] = AXES) -> X:
+def apart(mesh: Mesh | None, function: Callable[..., X], *arrays: PyTree, axes: tuple[str, ...] = AXES) -> X:
     """Runs a function on each device's rows and heads; on its rows and all heads by `axes=(DATA,)`.
 
     Args:

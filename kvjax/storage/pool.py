@@ -9,7 +9,7 @@ from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.pallas_kernels import Logits, pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.storage.layer import Layer, dead_slots, in_order, of_row, write_rows
+from kvjax.storage.layer import Layer, dead_slots, filled, in_order, of_row
 from kvjax.storage.mesh import DATA, apart
 from kvjax.storage.protocol import Keeps, Storage
 
@@ -98,19 +98,8 @@ class Pool(Storage):
         """
         if slots is None:
             raise ValueError("a pool does not grow; read the rest of the prompt before its last eviction")
-        return apart(self.how.mesh, Pool._filled, self, k, v, pos, slots, axes=self.axes)
-
-    def _filled(self, k: Array, v: Array, pos: Array, slots: Array) -> "Pool":
-        """Writes new rows to these slots."""
-        rows = pos.shape[1]
-        row = lambda x: x if rows > 1 else x[:, :, 0]
-        at = jnp.arange(len(k)).reshape(-1, *(1,) * (1 + (rows > 1))), row(slots)
-        write = lambda x, new: write_rows(x, at, new, rows == 1)
-        blank = lambda x: write(x, 0)
-        pos = write(self.pos, row(jnp.broadcast_to(pos[:, None], (*self.ends.shape, rows))))
-        weight = None if self.log_weight is None else blank(self.log_weight)
-        k, v = write(self.k, row(k)), write(self.v, row(v))
-        return self.replace(k=k, v=v, pos=pos, memory=self.how.of_slots(blank, self.memory), log_weight=weight)
+        each = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        return apart(self.how.mesh, filled, self, k, v, each, slots, axes=self.axes)
 
     def keys(self, rotate: Rotate) -> Float[Array, "B P H"]:
         """Keys, rotated for the queries."""

@@ -35,7 +35,7 @@ class Keeps:
     per_head: tuple[bool, ...] = ()
     mesh: Mesh | None = None
 
-    def of_slots(self, change: Callable[[Array], Array], memory: PyTree) -> Any:
+    def of_slots(self, change: Callable[[Array], Array], memory: PyTree) -> PyTree:
         """The memory with `change` applied to each array that belongs to slots."""
         leaves, tree = jax.tree.flatten(memory)
         return tree.unflatten(x if own else change(x) for x, own in zip(leaves, self.per_head, strict=bool(leaves)))
@@ -83,7 +83,7 @@ class Storage(abc.ABC):
     def view(self) -> Any:
         """The layer with S slots in every head, keys as they are stored."""
 
-    def told(self, rotate: Rotate) -> Any:
+    def told(self, rotate: Rotate) -> LayerView:
         """The `Layer` that policies see: its keys are those that rows read."""
         view = self.view()
         return view.replace(k=view.keys(rotate))
@@ -182,16 +182,11 @@ class Storage(abc.ABC):
 
     def replace(self: S, **fields: Any) -> S:
         """The same storage with other fields."""
-        this: Any = self
-        return dataclasses.replace(this, **fields)
+        return dataclasses.replace(self, **fields)
 
     def laid_out(self: S) -> S:
         """The same storage, sharded over its mesh."""
         return laid_out(self, self.how.mesh, self.axes)
-
-    def take(self: S, rows: Any) -> S:
-        """The sequences `rows`, in that order."""
-        return jax.tree.map(lambda x: x[rows], self)
 
     def where(self: S, active: Bool[Array, "B"], old: S) -> S:
         """This storage for active sequences and `old` for others, whose dead slots may hold anything."""

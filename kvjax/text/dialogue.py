@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.contract import Tokenizer, value
-from kvjax.text.encode import MARK, around_mark, check_whole_text, encode, is_chat
+from kvjax.text.encode import MARK, Chat, around_mark, check_whole_text, encode, is_chat
 
 _TAIL = 64  # characters before, which decide how a tokenizer cuts what follows
 
@@ -26,13 +26,13 @@ class Dialogue:
     """
 
     tokenizer: Tokenizer
-    context: str | Sequence[Mapping[str, Any]]
+    context: str | Chat
     turns: tuple[tuple[str, str], ...] = ()
     ids: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
 
     @classmethod
-    def opened(cls, tokenizer: Tokenizer, context: Any) -> "Dialogue":
+    def opened(cls, tokenizer: Tokenizer, context: str | Chat) -> "Dialogue":
         """Opens a context, with the ids to read that are the same for every question.
 
         Raises:
@@ -82,11 +82,10 @@ class Dialogue:
 
         Spaces are read with the question, as many tokenizers make one token of a space and the word behind it.
         """
-        before, after = (
-            (self.context, "")
-            if isinstance(self.context, str)
-            else around_mark(self.tokenizer, self._messages((), MARK))
-        )
+        if isinstance(self.context, str):
+            before, after = self.context, ""
+        else:
+            before, after = around_mark(self.tokenizer, self._messages((), MARK))
         read = before.rstrip(" ") or before
         return read, before[len(read) :], after
 
@@ -116,7 +115,7 @@ class Dialogue:
         return messages
 
 
-def check_context(context: Any) -> None:
+def check_context(context: object) -> None:
     """Refuses what is neither a text nor messages of texts, and an empty one."""
     if not isinstance(context, str) and not is_chat(context):
         raise ValueError(f"context={context!r} is neither a text nor messages of a chat")

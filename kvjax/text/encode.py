@@ -7,15 +7,14 @@ from kvjax.contract import Tokenizer
 from kvjax.observe import Reread
 from kvjax.pallas_kernels import kinds
 
+Chat = Sequence[Mapping[str, Any]]  # messages such as {"role": ..., "content": ...}
 _REPEAT = "\n\nRepeat the previous context exactly."  # the released code's instructions (KVzip, arXiv 2505.23416)
 _REPEAT_NEXT = "\n\nRepeat the part of the previous context exactly, starting with"
 MARK = "\ue000"  # stands for a place in a text; of the private use area, which no text or template should hold
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of a character, and for bytes of none
 
 
-def encode(
-    tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], *, bos: bool | None = None, **template: Any
-) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: str | Chat, *, bos: bool | None = None, **template: Any) -> list[int]:
     """Token ids of a prompt that is to be continued, with BOS at most once.
 
     A tokenizer's BOS stands at the front if the tokenizer puts it before texts, or the text or chat template has it
@@ -69,7 +68,7 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
         raise ValueError(f"tokenizer is a {type(tokenizer).__name__}, not one such as models.load_tokenizer returns")
 
 
-def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+def is_chat(prompt: Any) -> TypeGuard[Chat]:
     """Whether a prompt is a list of messages."""
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
@@ -73,7 +73,7 @@ def save_state(path: _Path, model: Model, params: PyTree, state: State, *, polic
     write_state(path, model, params, state, policy, None)
 
 
-def write_state(path: _Path, model: Model, params: PyTree, state: State, policy: Policy, notes: Any) -> None:
+def write_state(path: _Path, model: Model, params: PyTree, state: State, policy: Policy, notes: object) -> None:
     """Writes a state and notes, any JSON, to a file (`save_state`)."""
     check_model(model, params)
     words: dict[str, Any] = {"policy": described(policy)}
@@ -222,7 +222,7 @@ def same(there: str, here: str) -> bool:
     return there == here or re.fullmatch(r" of code \w{16}\(.*\)".join(names), there) is not None
 
 
-def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: _Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """The metadata and the arrays of a file."""
     damaged = "is damaged, or no file of kvjax ({}); copy it again, or save it anew"
     if not _as_path(path).is_file():
@@ -247,7 +247,7 @@ def _fixed(x: Any) -> Any:
     return tuple(map(_fixed, x)) if isinstance(x, list) else x
 
 
-def _write(path: _Path, arrays: dict[str, Any], words: dict[str, Any]) -> None:
+def _write(path: _Path, arrays: dict[str, Array], words: dict[str, Any]) -> None:
     """Replaces a file atomically: there is always the old one or the new one."""
     file = _as_path(path)
     if file.exists():
@@ -267,7 +267,7 @@ def _write(path: _Path, arrays: dict[str, Any], words: dict[str, Any]) -> None:
         raise OSError(f"{path} could not be written: {e}") from e
 
 
-def _as_path(path: Any) -> pathlib.Path:
+def _as_path(path: object) -> pathlib.Path:
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ValueError(f"{path!r} is not the path of a file")
     return pathlib.Path(path)
@@ -277,7 +277,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: Array) -> Array:
     return jax.random.key_data(x) if _is_key(x) else jnp.asarray(x)
 
 
@@ -291,7 +291,7 @@ def _fingerprint(model: Model, params: PyTree) -> str:
 def _mixed(params: PyTree) -> PyTree:
     """A sum over each array of its bits, mixed with their places so that no bit is lost in it."""
 
-    def mixed(x: Any) -> Any:
+    def mixed(x: Array) -> Array:
         bits = jax.lax.bitcast_convert_type(x, f"uint{min(8 * x.dtype.itemsize, 32)}").reshape(-1).astype(jnp.uint32)
         bits = bits * jnp.uint32(0x9E3779B1) + jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(0x85EBCA77)
         bits = (bits ^ (bits >> 15)) * jnp.uint32(0xC2B2AE3D)
@@ -300,7 +300,7 @@ def _mixed(params: PyTree) -> PyTree:
     return jax.tree.map(mixed, params)
 
 
-def _digest(*parts: Any) -> str:
+def _digest(*parts: str | Array | np.ndarray) -> str:
     found = hashlib.sha256()
     for x in parts:
         found.update(x.encode() if isinstance(x, str) else np.ascontiguousarray(x).tobytes())

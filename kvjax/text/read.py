@@ -74,7 +74,8 @@ class Reader(Iterator[np.ndarray]):
         if not self._waiting:
             return np.zeros((0, 0), np.int32)
         axes = (None,) * (1 + np.ndim(self._waiting[0]))
-        found = as_array("tokens", self._waiting, np.integer, axes, "ids, or one id a sequence at every step")
+        meaning = "ids, or one id a sequence at every step"
+        found = np.asarray(as_array("tokens", self._waiting, np.integer, axes, meaning))
         check_ids(self._model, found)
         return (found[:, None] if found.ndim == 1 else found).T.astype(np.int32)
 

@@ -29,11 +29,11 @@ from kvjax.run.plan import bucket
 from kvjax.run.state import State, checked_key, row_keys
 from kvjax.run.steps import read_prompts
 from kvjax.text.dialogue import Dialogue, check_context
-from kvjax.text.encode import TextPieces, check_tokenizer, is_chat
+from kvjax.text.encode import Chat, TextPieces, check_tokenizer, is_chat
 from kvjax.text.files import described, read_state, same, words_of, write_state
 from kvjax.text.stream import Stream, stop_strings
 
-_Context = str | Sequence[Mapping[str, Any]]
+_Context = str | Chat
 _Ids = tuple[Amount, ...]
 _Word = Annotated[int, Range(0, 2**32 - 1)]
 
@@ -339,19 +339,20 @@ class Session:
             raise ValueError("the session has read nothing to ask about; call compress(context) first")
         return self._dialogues
 
-    def _rows(self, question: Any) -> tuple[list[int], list[Any]]:
+    def _rows(self, question: str | Sequence[str]) -> tuple[list[int], list[str]]:
         """(index of each question's context, the questions)."""
-        C, alone = len(self._opened()), isinstance(question, str)
-        if not alone and (not isinstance(question, list | tuple) or not question):
+        C, asked = len(self._opened()), [question] if isinstance(question, str) else question
+        if not isinstance(asked, list | tuple) or not asked:
             raise ValueError(f"question={question!r}: must be a text, or a list of at least one")
         if C == 1:
-            listed = [question] if alone else list(question)
-            return [0] * len(listed), listed
-        if not alone and len(question) != C:
-            raise ValueError(f"{len(question)} questions are asked of {C} contexts; ask one of all, or one of each")
-        return list(range(C)), [question] * C if alone else list(question)
+            return [0] * len(asked), list(asked)
+        if isinstance(question, str):
+            asked = [question] * C
+        if len(asked) != C:
+            raise ValueError(f"{len(asked)} questions are asked of {C} contexts; ask one of all, or one of each")
+        return list(range(C)), list(asked)
 
-    def _check_kept(self, questions: Sequence[Any]) -> None:
+    def _check_kept(self, questions: Sequence[str]) -> None:
         if len(questions) != len(self._dialogues):
             raise ValueError("a context goes on from one answer, but several questions are asked; ask one")
 

@@ -4,7 +4,7 @@ Letters: B batch, M new tokens.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import MOST, Amount, LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
-from kvjax.generation.generate import seen_of
+from kvjax.contract import MOST, Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size, Tokenizer
 from kvjax.generation.interrupts import uninterrupted
 from kvjax.generation.loop import NO_TOKEN, Decoding, begin, decoded
-from kvjax.generation.sampling import Greedy, Sampler
+from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
 from kvjax.run.checks import check_model, check_positions, check_prompts, check_request, traced
 from kvjax.run.plan import Plan, infos_of, planned
 from kvjax.run.state import Prompts, State
 from kvjax.run.steps import read_prompts
-from kvjax.text.encode import TextPieces, check_tokenizer, encode, is_chat
+from kvjax.text.encode import Chat, TextPieces, check_tokenizer, encode, is_chat
 
 HORIZON = 2**20  # a stream without an end is planned for so many tokens, and for twice as many
 
@@ -172,12 +171,12 @@ class Stream(Iterator[Any]):
 def stream(
     model: Model,
     params: PyTree,
-    prompt: str | Sequence[Mapping[str, Any]] | Array | np.ndarray | Sequence[Sequence[int]],
+    prompt: str | Chat | Array | np.ndarray | Sequence[Sequence[int]],
     *,
     policy: Policy = Policy(),
     max_new_tokens: Size | None,
-    lengths: Any = None,
-    attention_mask: Any = None,
+    lengths: Ids | None = None,
+    attention_mask: Ids | None = None,
     sampler: Sampler = Greedy(),
     eos_ids: int | Sequence[int] | None = None,
     pad_id: Amount = 0,
@@ -231,7 +230,8 @@ def stream(
         logits, state = read_endless(model, params, prompts, policy, **how)
     else:
         logits, state = read_prompts(model, params, prompts, policy, max_new_tokens, **how)
-    at = begin(logits, state, seen_of(model, prompts) if sampler.reads_seen else None, sampler=sampler, ends=ends)
+    seen = seen_tokens(prompts, model.config.vocab_size) if sampler.reads_seen else None
+    at = begin(logits, state, seen, sampler=sampler, ends=ends)
     pieces = None if tokenizer is None else [TextPieces(tokenizer, stops, keep=bool(max_new_tokens)) for _ in at.token]
     how = {"pieces": pieces, "ends": ends, "sampler": sampler, "pad_id": pad_id}
     return Stream(model, params, at, max_new_tokens=max_new_tokens, **how)
