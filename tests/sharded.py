@@ -18,6 +18,7 @@ import kvjax
 from kvjax import methods, models
 from kvjax.experiments import run
 from kvjax.experiments.core import records
+from kvjax.models.families import from_hugging_face
 from kvjax.storage import Pool
 from tests import runs
 from tests.marks import slow_but
@@ -96,6 +97,34 @@ def test_models_and_options_do_what_they_do_on_one_device(fields, options):
     model, params = of(**fields)
     generate = functools.partial(kvjax.generate, model, params, TOKENS, policy=POLICIES["h2o"], **OPTIONS | options)
     check_equal(generate(mesh=kvjax.make_mesh(**BOTH)), generate())
+
+
+FAMILIES = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 8,
+    },
+}
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["h2o", "ada_snapkv"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_logit_for_nothing_and_layers_without_keys_are_what_they_are_on_one_device(family, policy):
+    model = models.LanguageModel(from_hugging_face({**SMALL, "model_type": family, **FAMILIES[family]}))
+    params = jax.tree.map(lambda x: x * jnp.asarray(2.0, x.dtype), jax.jit(model.init)(jax.random.key(7)))
+    generate = functools.partial(kvjax.generate, model, params, TOKENS, policy=POLICIES[policy], **OPTIONS)
+    found, wanted = generate(mesh=kvjax.make_mesh(**BOTH)), generate()
+    check_equal(found, wanted)
+    for x, y in zip(jax.tree.leaves(found.state.others), jax.tree.leaves(wanted.state.others), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
+        assert max(shard.data.nbytes for shard in x.addressable_shards) <= x.nbytes // BOTH["data"]
 
 
 @pytest.mark.slow
