@@ -200,4 +200,7 @@ VIEWS: dict[str, Callable[[], Any]] = {
 }
 VIEWS["claims"] = lambda: claims(RETRIEVED)
 VIEWS["claims-by-likelihood"] = lambda: claims(LIKELY)
-VIEWS["claims-in-passages"] = lambda: claims(("smollm2-135m-instruct-perplexity/replication.md",))
+_IN_PASSAGES = ("", "-ahakv-keyformer")
+VIEWS["claims-in-passages"] = lambda: claims(
+    [f"smollm2-135m-instruct-perplexity{papers}/replication.md" for papers in _IN_PASSAGES]
+)
