@@ -142,5 +142,5 @@ class GatedNorm(nn.Module):
         dtype, y = gate.dtype, x.astype(gate.dtype).astype(jnp.float32)
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.config.dtype))
         y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.config.norm_eps)
-        y = y.astype(dtype) * jnp.broadcast_to(scale, x.shape)
+        y = (y.astype(dtype) * jnp.broadcast_to(scale, x.shape)).astype(jnp.float32)
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(dtype)

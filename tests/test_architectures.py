@@ -61,7 +61,8 @@ def checkpoint(architecture, path):
 @every_architecture
 def test_the_main_job_runs_five_policies(architecture, tmp_path):
     options, config = checkpoint(architecture, tmp_path)
-    options += ["--positions", "original"] if config.learned_positions else []
+    turned_once = [] if config.additive_rotation else ["--positions", "rank"]
+    options += ["--positions", "original"] if config.learned_positions else turned_once
     others = ["h2o", "snapkv", "ada_snapkv", "keyformer"]
     run.main(["--config", "streaming_llm.py", "--baselines", *others, *options])
     found = {s["method"]: s for s in samples(tmp_path / "out")}
