@@ -12,7 +12,7 @@ from kvjax import decode_step, feed, methods, models, prefill
 from kvjax.contract import kv_layers
 from kvjax.models.families import from_hugging_face
 from kvjax.run.layers import without_cache
-from tests.marks import slow_but
+from tests.marks import marks
 
 torch = pytest.importorskip("torch", reason="parity needs torch, which the test extra installs on Python 3.11")
 transformers = pytest.importorskip("transformers")
@@ -208,8 +208,13 @@ CASES |= {
 T, NEW = 21, 6
 
 
-def every_case(*quick):
-    return pytest.mark.parametrize("both", slow_but(CASES, *quick), indirect=True)
+ALIKE = {"smollm3_sliding", "olmo2", "glm4", "glm4_moe", "qwen35_moe"}  # what others of the slow run reach, too
+MASKED = {"smollm3", "olmo3", "ministral3", "qwen3_next", "lfm2"}  # the same, of evicted caches
+
+
+def every_case(*quick, seldom=ALIKE):
+    each = [pytest.param(name, marks=marks(name, CASES.keys() - seldom, quick)) for name in CASES]
+    return pytest.mark.parametrize("both", each, indirect=True)
 
 
 @pytest.fixture
@@ -396,7 +401,7 @@ EVICTING = {
 
 
 @pytest.mark.parametrize("policy", ["snapkv", pytest.param("h2o", marks=pytest.mark.exhaustive)])
-@every_case()
+@every_case(seldom=ALIKE | MASKED)
 def test_evicted_tokens_are_hidden_ones(pair, policy):
     """Logits after eviction are theirs under masks that hide the evicted tokens, in every layer and head.
 
