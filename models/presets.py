@@ -84,6 +84,9 @@ PRESETS: Final[dict[str, Preset]] = {
     "olmo-3-7b-instruct": Preset("allenai/Olmo-3-7B-Instruct"),
     "mistral-small-3-24b-instruct": Preset("mistralai/Mistral-Small-24B-Instruct-2501"),
     "ministral-3-8b": Preset("mistralai/Ministral-3-8B-Base-2512"),
+    "qwen3.5-9b": Preset("Qwen/Qwen3.5-9B"),
+    "qwen3-next-80b-a3b-instruct": Preset("Qwen/Qwen3-Next-80B-A3B-Instruct"),
+    "lfm2-1.2b": Preset("LiquidAI/LFM2-1.2B"),
     "glm-4-9b": Preset("zai-org/GLM-4-9B-0414"),
     "glm-4.5-air": Preset("zai-org/GLM-4.5-Air"),
 }

@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax import analysis, methods, models
 from kvjax.contract import kv_layers
+from kvjax.experiments.harness.scoring import score_whole
 from kvjax.models.families import from_hugging_face
 from kvjax.models.recurrent import CHUNK, behind, delta_rule
 from kvjax.observe import Reread
@@ -85,7 +86,7 @@ def test_policies_count_the_layers_that_hold_keys_and_values(hybrid):
     own = jax.tree.leaves(state.others)
     assert [x.shape for x in own] == 2 * [(B, 3, 24), (B, 2, 4, 8)]
     planned = kvjax.plan_memory(model.config, policy, batch=B, prompt_len=T, max_new_tokens=NEW)
-    assert planned.state >= state.nbytes
+    assert planned.layers == state.nbytes
     assert state.nbytes == sum(kv.nbytes for kv in state.layers) + sum(x.nbytes for x in own)
 
 
@@ -189,3 +190,12 @@ def test_the_cost_of_an_eviction_is_measured(hybrid):
     reading = analysis.read(model, params, tokens(), tokens(NEW, seed=1), policies=[policy], lengths=LENGTHS)
     full = [jnp.ones((B, 2, T), bool)] * 2
     close(reading.logits_after(model, params, full), reading.logits, 1e-5)
+
+
+def test_a_text_is_scored_whole_as_by_steps(hybrid):
+    model, params = hybrid
+    following = np.roll(tokens(), -1, axis=1)
+    logp, _ = score_whole(model, params, tokens(), LENGTHS, following)
+    _, state = kvjax.prefill(model, params, tokens()[:, :-1], lengths=LENGTHS - 1, max_new_tokens=1)
+    logits, _ = kvjax.decode_step(model, params, tokens()[:, -1], state)
+    close(logp[:, -1], jax.nn.log_softmax(logits)[np.arange(B), following[:, -1]])

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 import kvjax
 from kvjax.configs.experiment import Made, with_params
+from kvjax.contract import kv_layers
 from kvjax.experiments.core.continuing import continued
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
@@ -313,7 +314,7 @@ class Engine:
         self.tokenizer, self.block, self.texts = tokenizer, block, texts
         self.forget()
         self.cost: Line = {}
-        self._ends, L = end_ids(model, None), model.config.num_layers
+        self._ends, L = end_ids(model, None), len(kv_layers(model.config))
         stored = stored_as(policy, L)
         self.stored, self._again = stored if once and block is None and mesh is None else None, bool(stored.again)
         self.plan = kvjax.make_plan(model.config, policy, np.array(shape.lengths), shape.width, shape.planned)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
-from kvjax.contract import EMPTY
+from kvjax.contract import EMPTY, Positions, kv_layers
 from kvjax.generation.loop import Decoding, decode_tokens
 from kvjax.run.layers import without_cache
 
@@ -86,7 +86,8 @@ def score_whole(
     T = tokens.shape[1]
     pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], EMPTY)
     outer, layers = model.parts(params)
-    x, attend = model.embed(outer, tokens, pos), without_cache(pos)
-    for i, layer in zip(model.alike, layers, strict=True):
+    x, held = model.embed(outer, tokens, pos), kv_layers(model.config)
+    attends = [without_cache(pos) if i in held else Positions(pos) for i in range(len(layers))]
+    for i, layer, attend in zip(model.alike, layers, attends, strict=True):
         x, *_ = model.block(i, layer, x, None, attend)
     return judged(model.head(outer, x), following)

@@ -34,6 +34,7 @@ from kvjax.analysis.hindsight import Across
 from kvjax.budgets import HeadShares
 from kvjax.configs.experiment import Budget, label
 from kvjax.configs.learning import LearnedBudget
+from kvjax.contract import kv_layers
 from kvjax.experiments.core.command import write_json
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.learning import job, report
@@ -101,7 +102,7 @@ def learn(
         return fit(
             directory,
             definition((*what, experiment.temperature, experiment.prompts), experiment.origin),
-            experiment.family.init(model.config.num_layers, model.config.num_kv_heads),
+            experiment.family.init(len(kv_layers(model.config)), model.config.num_kv_heads),
             adam(experiment.rate, experiment.steps),
             loss,
             data,

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 import kvjax
 from kvjax.analysis import Stored
-from kvjax.contract import AttentionInputs, Layout, value
+from kvjax.contract import AttentionInputs, Layout, kv_layers, value
 from kvjax.experiments.papers.base import Prompts
 from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
 from kvjax.pallas_kernels.pytree import pytree
@@ -65,7 +65,7 @@ def capture(prompts: Prompts) -> tuple[Layer, ...]:
       ValueError: what `kvjax.forward` refuses, and a model that does not say how it projects its attention output.
     """
     model, params, tokens = prompts
-    every = range(model.config.num_layers)
+    every = range(len(kv_layers(model.config)))
     policy = Stored((Layout(),) * len(every), more=(Attended(),))
     state = kvjax.start(model, policy=policy, lengths=[prompts.length] * len(tokens), max_new_tokens=0)
     _, _, stats = kvjax.forward(model, params, tokens, state)
@@ -88,7 +88,7 @@ def layers_of(prompts: Prompts, layers: Sequence[int]) -> Sequence[int]:
     Raises:
       ValueError: layers that the model has not.
     """
-    every = range(prompts.model.config.num_layers)
+    every = range(len(kv_layers(prompts.model.config)))
     if not {*layers} <= {*every}:
         raise ValueError(f"layers={tuple(layers)}: the model has layers 0 to {every[-1]}; give --layers of these")
     return layers or (*every,)

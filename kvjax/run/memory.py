@@ -35,6 +35,7 @@ class Memory:
       keys_values, positions: of all slots, dead ones included; with the positions, which heads have a fault.
       remembered: what the policy remembers of slots and heads.
       weights: log weights of slots, the channels that thin keys have left, the ends of heads in a pool.
+      others: states of layers without keys and values.
       sequences: lengths, keys of draws, the policy's budgets and learned parameters.
       cache: of the prompt's rows in one layer; in all layers, with what is observed, where one decision is made for
         all of them, or where the prompt is read again.
@@ -49,6 +50,7 @@ class Memory:
     positions: int
     remembered: int
     weights: int
+    others: int
     sequences: int
     cache: int
     attention: int
@@ -59,7 +61,7 @@ class Memory:
     @property
     def layers(self) -> int:
         """Bytes of all layers after the prompt: `State.nbytes`."""
-        return self.keys_values + self.positions + self.remembered + self.weights
+        return self.keys_values + self.positions + self.remembered + self.weights + self.others
 
     @property
     def state(self) -> int:
@@ -78,7 +80,8 @@ class Memory:
 
     def __str__(self) -> str:
         names = {"keys and values": "keys_values", "positions": "positions", "remembered by the policy": "remembered"}
-        names |= {"weights, channels, ends": "weights", "lengths, keys, budgets": "sequences"}
+        names |= {"weights, channels, ends": "weights", "layers without keys and values": "others"}
+        names |= {"lengths, keys, budgets": "sequences"}
         rows = [(name, shown(size)) for name, of in names.items() if (size := getattr(self, of))]
         rows.append(("state", f"{shown(self.state)}, {self.state / self.full:.1%} of {shown(self.full)} in full"))
         parts = ("cache", "attention", "feed_forward", "logits")
@@ -133,7 +136,8 @@ def plan_memory(
         positions=_bytes([(kv.pos, kv.fault) for kv in layers]),
         remembered=_bytes([kv.memory for kv in layers]),
         weights=_bytes([(kv.log_weight, kv.channels, getattr(kv, "ends", None)) for kv in layers]),
-        sequences=_bytes(dataclasses.replace(state, layers=())),
+        others=_bytes(state.others),
+        sequences=_bytes(dataclasses.replace(state, layers=(), others=())),
         full=_bytes(full),
         **_reading(config, plan, grown, seen, B, block or T),
     )
