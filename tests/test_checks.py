@@ -1,6 +1,7 @@
 """What users give is checked before anything is traced; what drivers refuse is tested with them."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,9 @@ def test_blocks_are_refused_where_a_policy_cannot_read_them(policy, block, messa
         kvjax.generate(*tiny, IDS, policy=policy, block=block, max_new_tokens=2)
 
 
+HOLDS_NONE = types.SimpleNamespace(num_layers=1, holds_kv=lambda layer: False)
+
+
 class Own:
     """A model of a user's own, without the shapes of its parameters, and with other members; None for one it lacks."""
 
@@ -62,6 +66,10 @@ class Own:
         ({"alike": (0, 0)}, r"alike=\(0, 0\) must be a tuple of 1 layers, of each the first like it"),
         ({"alike": (1,)}, r"alike=\(1,\) must be a tuple of 1 layers"),
         ({"parts": lambda params: params}, "parts must return what is of no layer, and a tuple of what is of 1 layers"),
+        (
+            {"config": types.SimpleNamespace(num_layers=1, holds_kv=lambda layer: False)},
+            "config.holds_kv is true of 0 of 1 layers; it must be of one",
+        ),
         ({"block": lambda *given: given[2:4]}, "block must return three values: x, the cache, and what else"),
         ({"head": lambda params, x: x}, r"head gives \d+ logits a token, but vocab_size is"),
     ],

@@ -71,6 +71,11 @@ def _check_layers(model: Model, params: PyTree) -> None:
         raise ValueError(f"the model's alike={alike!r} must be a tuple of {L} layers, of each the first like it")
     if not isinstance(parts, tuple) or len(parts) != 2 or not isinstance(parts[1], tuple) or len(parts[1]) != L:
         raise ValueError(f"the model's parts must return what is of no layer, and a tuple of what is of {L} layers")
+    if (held := len(kv_layers(model.config))) < L and not (held and hasattr(model.config, "own_state")):
+        raise ValueError(
+            f"config.holds_kv is true of {held} of {L} layers; it must be of one, and config.own_state(layer, batch) "
+            "must say what the others hold"
+        )
 
 
 def check_ids(model: Model, ids: Array | np.ndarray | Sequence[int]) -> None:
