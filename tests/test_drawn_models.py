@@ -215,6 +215,9 @@ DRAWN = {
         rotations=SOME,
         last=hybrid("conv"),
     ),
+    "Cohere2ForCausalLM": Kind(
+        {"attention_bias": FLAG, "hidden_act": ACTS, "logit_scale": st.floats(0.05, 2)}, **WIDE, windows=True
+    ),
     "Glm4ForCausalLM": Kind({"attention_bias": FLAG, "hidden_act": ACTS}, **WIDE, rotations=SOME, shares=(1.0, 0.5)),
     "Glm4MoeForCausalLM": Kind(
         {"attention_bias": FLAG, "use_qk_norm": FLAG, "norm_topk_prob": FLAG, "n_shared_experts": st.integers(1, 2)}

@@ -57,6 +57,11 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ("gemma3_text", {"layer_types": ["chunked"] * 2}, "is not a list of 2 names out of"),
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, r"lacks \['llama_4_scaling_beta', 'original_max"),
         ("olmo3", {"rope_parameters": [1]}, r"rope_parameters=\[1\] is not an object with a section for each"),
+        ("cohere2", {"sliding_window": None}, "sliding_window=None must be a whole number"),
+        ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be a whole number from 1"),
+        ("cohere2", {"layer_types": ["chunked_attention"] * 2}, "is not a list of 2 names out of"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale=0 must be a positive number"),
+        ("cohere2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor != 1 is not supported"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] is not a list of 1 or 0 for each of 2 layers"),
         ("smollm3", {"no_rope_layers": [1, 2]}, r"no_rope_layers=\[1, 2\] is not a list of 1 or 0"),
         (
@@ -125,6 +130,13 @@ def test_parts_in_turn_have_no_norms_of_their_own():
     config = families.from_hugging_face({**SMALL, "model_type": "falcon"})
     with pytest.raises(ValueError, match="two_norms=True, but parallel=False"):
         dataclasses.replace(config, two_norms=True, parallel=False)
+
+
+def test_a_window_is_written_where_no_layer_has_one_but_transformers_needs_it():
+    full = {"layer_types": ["full_attention"] * 2, "sliding_window": 7}
+    config = families.from_hugging_face({**SMALL, "model_type": "cohere2", **full})
+    assert config.windows == (None, None)
+    assert families.to_hugging_face(config, dtype="float32")["sliding_window"] == 4096
 
 
 def test_a_config_of_no_family_makes_no_model():

@@ -191,6 +191,18 @@ CASES |= {
         {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     ),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 16}),
+    "cohere2": ("Cohere2ForCausalLM", {"sliding_window": 7, "sliding_window_pattern": 2, "head_dim": 16}),
+    "cohere2_untied": (
+        "Cohere2ForCausalLM",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "logit_scale": 0.25,
+            **rope("linear", factor=2.5),
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {
