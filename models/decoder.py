@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from kvjax.contract import Positions
 from kvjax.models.config import DecoderConfig
 from kvjax.models.families import family_of
 from kvjax.models.parts import Attend
@@ -57,7 +58,7 @@ class LanguageModel:
         return self._module.apply({"params": params}, tokens, pos, method="embed")
 
     def block(
-        self, layer: int, params: PyTree, x: Float[Array, "B T D"], cache: Any, attend: Attend
+        self, layer: int, params: PyTree, x: Float[Array, "B T D"], cache: Any, attend: Attend | Positions
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The residual stream and the cache after a layer, and what else `attend` returned.
 
@@ -66,7 +67,7 @@ class LanguageModel:
           params: the layer's parameters.
           x: the residual stream before.
           cache: the layer's cache.
-          attend: called with it and the queries, keys and values of the tokens.
+          attend: called with it and the queries, keys and values of the tokens; positions, where a layer has none.
         """
         return self._module.block().apply({"params": params}, x, cache, layer=layer, attend=attend)
 

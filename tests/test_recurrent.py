@@ -58,7 +58,9 @@ def test_the_delta_rule_is_its_formula_and_padding_changes_nothing(width):
     q, k, v, state = draw(width, H, K), draw(width, H, K) / 2, draw(width, H, V), draw(H, K, V)
     decay, rate = -np.abs(draw(width, H)), rng.random((B, width, H))
     exist = np.arange(width)[None] >= np.array([[0], [min(3, width)]])
-    out, after = delta_rule(*map(jnp.asarray, (q, k, v, decay, rate)), jnp.asarray(state, jnp.float32), exist)
+    out, after = delta_rule(
+        *map(jnp.asarray, (q, k, v, decay, rate)), jnp.asarray(state, jnp.float32), jnp.asarray(exist)
+    )
     for b, h in np.ndindex(B, H):
         S = state[b, h].copy()
         for t in np.flatnonzero(exist[b]):

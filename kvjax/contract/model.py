@@ -109,7 +109,7 @@ class Model(Protocol):
         ...
 
     def block(
-        self, layer: int, params: PyTree, x: Float[Array, "B T D"], cache: Any, attend: Attend, /
+        self, layer: int, params: PyTree, x: Float[Array, "B T D"], cache: Any, attend: Any, /
     ) -> tuple[Float[Array, "B T D"], Any, Any]:
         """The residual stream and the cache after a layer, and what else `attend` returned.
 
@@ -118,7 +118,7 @@ class Model(Protocol):
           params: the layer's parameters.
           x: the residual stream before.
           cache: the layer's cache, which goes to `attend`.
-          attend: called with the queries, keys and values of the tokens.
+          attend: called with the queries, keys and values of the tokens (`Attend`); `Positions` where there are none.
         """
         ...
 

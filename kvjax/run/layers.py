@@ -183,14 +183,15 @@ def layer_step(
     layer: int,
     params: PyTree,
     x: Float[Array, "B T D"],
-    kv: Storage,
+    kv: Any,
     attend: Any,
     capacity: int | None = None,
     ends: bool = True,
-) -> tuple[Float[Array, "B T D"], Storage, Any]:
+) -> tuple[Float[Array, "B T D"], Any, Any]:
     """Runs a layer: the residual stream and the cache after it, and what else `attend`, a pytree, gave.
 
-    With a `capacity` the cache is compacted (`compacted`), which then says what was lost.
+    A layer without keys and values has a state of its own for a cache, and `Positions` for `attend`. With a `capacity`
+    the cache is compacted (`compacted`), which then says what was lost.
     """
     made = model.block(layer, params, x, kv, attend)
     if not isinstance(made, tuple) or len(made) != 3:

@@ -178,7 +178,7 @@ def read_prompts(
             valid = xp.clip(lengths[None] - behind[:, None], 0, block)
             blocks = tokens[:, :-block].reshape(B, num - 1, block).swapaxes(0, 1)
 
-            def read_block(state: State, given: tuple[Array, Array]) -> tuple[State, None]:
+            def read_block(state: State, given: tuple[Array | np.ndarray, Array | np.ndarray]) -> tuple[State, None]:
                 return read(given[0], state, given[1], ends=False)[1], None
 
             if traced(*jax.tree.leaves((params, prompts))):  # compiles one block, whatever their number
