@@ -155,6 +155,30 @@ class LocalRope(DecoderConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class HybridConfig(DecoderConfig):
+    """A decoder of which some layers hold a state of their own in place of keys and values (`own_state`).
+
+    Attributes:
+      stateful_layers: the numbers of these layers.
+    """
+
+    stateful_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if {*range(self.num_layers)} <= {*self.stateful_layers}:
+            raise ValueError(f"none of {self.num_layers} layers holds keys and values; make one of full_attention")
+
+    def holds_kv(self, layer: int) -> bool:
+        """Whether a layer is one of attention."""
+        return layer not in self.stateful_layers
+
+    def kind(self, layer: int) -> Hashable:
+        """Layers of attention are of another kind."""
+        return super().kind(layer), self.holds_kv(layer)
+
+
+@dataclasses.dataclass(frozen=True)
 class LearnedPositions(DecoderConfig):
     """A decoder that adds a vector of its position to each token's, and turns no keys: `rope` is not read."""
 

@@ -1,7 +1,7 @@
 """LFM2 (arXiv 2511.23404): short convolutions, and grouped-query attention in some layers."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.contract import Positions
 from kvjax.contract.checks import positive, whole
-from kvjax.models.config import DecoderConfig, read_flag, read_kinds, read_sizes, write_sizes
+from kvjax.models.config import HybridConfig, read_flag, read_kinds, read_sizes, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.family import Family
 from kvjax.models.parts import Attend, GatedMLP, RMSNorm, attended, dense, heads
@@ -19,37 +19,25 @@ from kvjax.models.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
-class Lfm2Config(DecoderConfig):
+class Lfm2Config(HybridConfig):
     """An LFM2 decoder.
 
     Attributes:
-      conv_layers: layers of a short convolution.
-      taps: inputs of an output of these.
+      taps: inputs of an output of a short convolution.
       conv_bias: whether they have biases.
     """
 
-    conv_layers: tuple[int, ...] = ()
     taps: int = 3
     conv_bias: bool = False
 
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "taps", whole("taps", self.taps))
-        if len(self.conv_layers) == self.num_layers:
-            raise ValueError(f"all {self.num_layers} layers are convolutions, and none holds keys and values")
-
-    def holds_kv(self, layer: int) -> bool:
-        """Whether a layer is one of attention."""
-        return layer not in self.conv_layers
 
     def own_state(self, layer: int, batch: int) -> Float[Array, "B W D"]:
         """The last inputs of a layer's convolution, before any token."""
         del layer
         return jnp.zeros((batch, self.taps - 1, self.embed_dim), self.dtype)
-
-    def kind(self, layer: int) -> Hashable:
-        """Layers of attention are of another kind."""
-        return super().kind(layer), self.holds_kv(layer)
 
 
 class Attention(nn.Module):
@@ -133,7 +121,7 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         **sizes,
         "mlp_dim": _width(raw, sizes["mlp_dim"]),
         "rope": Rope.from_hugging_face(raw, sizes["max_position"]),
-        "conv_layers": tuple(i for i in layers if kinds[i] == "conv"),
+        "stateful_layers": tuple(i for i in layers if kinds[i] == "conv"),
         "taps": whole("conv_L_cache", raw["conv_L_cache"]),
         "conv_bias": read_flag(raw, "conv_bias"),
     }

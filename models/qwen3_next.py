@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: attention with an output gate in every fourth layer, gated DeltaNet in the others."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.contract import Positions
 from kvjax.contract.checks import whole
-from kvjax.models.config import each, read_flag, read_kinds, read_sizes, write_sizes
+from kvjax.models.config import HybridConfig, each, read_flag, read_kinds, read_sizes, write_sizes
 from kvjax.models.depth import Decoder
 from kvjax.models.experts import Experts, ExpertsConfig
 from kvjax.models.family import Family
@@ -29,16 +29,14 @@ _SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridConfig(ExpertsConfig):
+class DeltaConfig(HybridConfig, ExpertsConfig):
     """A decoder with layers of attention and layers of gated DeltaNet (arXiv 2412.06464).
 
     Attributes:
-      linear_layers: those of gated DeltaNet.
-      key_heads, key_dim, value_heads, value_dim: their heads, and sizes of these.
-      taps: inputs of an output of their convolutions.
+      key_heads, key_dim, value_heads, value_dim: heads of gated DeltaNet, and sizes of these.
+      taps: inputs of an output of its convolution.
     """
 
-    linear_layers: tuple[int, ...] = ()
     key_heads: int = 16
     key_dim: int = 128
     value_heads: int = 32
@@ -54,17 +52,11 @@ class HybridConfig(ExpertsConfig):
                 f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads; every key head "
                 "serves the same number of value heads"
             )
-        if len(self.linear_layers) == self.num_layers:
-            raise ValueError(f"all {self.num_layers} layers are of gated DeltaNet, and none holds keys and values")
 
     @property
     def channels(self) -> int:
         """Of queries, keys and values together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    def holds_kv(self, layer: int) -> bool:
-        """Whether a layer is one of attention."""
-        return layer not in self.linear_layers
 
     def own_state(self, layer: int, batch: int) -> tuple[Float[Array, "B W C"], Float[Array, "B H K V"]]:
         """The last inputs of a layer's convolution, and the state of its delta rule, before any token."""
@@ -72,25 +64,21 @@ class HybridConfig(ExpertsConfig):
         last = jnp.zeros((batch, self.taps - 1, self.channels), self.dtype)
         return last, jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)
 
-    def kind(self, layer: int) -> Hashable:
-        """Layers of attention are of another kind."""
-        return super().kind(layer), self.holds_kv(layer)
-
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3NextConfig(HybridConfig):
+class Qwen3NextConfig(DeltaConfig):
     """A Qwen3-Next decoder."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen35Config(HybridConfig):
+class Qwen35Config(DeltaConfig):
     """A Qwen3.5 decoder."""
 
 
 class Attention(nn.Module):
     """Grouped-query self-attention over a cache, with a gate for each channel of its output."""
 
-    config: HybridConfig
+    config: DeltaConfig
 
     @nn.compact
     def __call__(
@@ -112,7 +100,7 @@ class Attention(nn.Module):
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule, behind a convolution."""
 
-    config: HybridConfig
+    config: DeltaConfig
 
     @nn.compact
     def __call__(
@@ -170,7 +158,7 @@ class SharedExperts(Experts):
 class Block(nn.Module):
     """One decoder layer."""
 
-    config: HybridConfig
+    config: DeltaConfig
 
     @nn.compact
     def __call__(
@@ -230,7 +218,7 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "rope": Rope.from_hugging_face(raw, sizes["max_position"], head_dim=sizes["head_dim"], partial=True),
         "qkv_bias": bias,
         "out_bias": bias,
-        "linear_layers": tuple(i for i in layers if kinds[i] == _LINEAR),
+        "stateful_layers": tuple(i for i in layers if kinds[i] == _LINEAR),
         **{name: whole(key, raw[key]) for name, key in _SIZES.items()},
         "dense_layers": tuple(alone),
     }
@@ -247,7 +235,7 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
-def _write(config: HybridConfig) -> dict[str, Any]:
+def _write(config: DeltaConfig) -> dict[str, Any]:
     raw = {
         **write_sizes(config),
         **config.rope.to_hugging_face(),
@@ -259,7 +247,7 @@ def _write(config: HybridConfig) -> dict[str, Any]:
     return raw
 
 
-def _write_experts(config: HybridConfig) -> dict[str, Any]:
+def _write_experts(config: DeltaConfig) -> dict[str, Any]:
     return {
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
@@ -268,13 +256,13 @@ def _write_experts(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _write_next(config: HybridConfig) -> dict[str, Any]:
+def _write_next(config: DeltaConfig) -> dict[str, Any]:
     own = {"norm_topk_prob": config.normalized, "decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
     named = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
     return {**named, **_write(config), **_write_experts(config), **own}
 
 
-def _write_35(config: HybridConfig) -> dict[str, Any]:
+def _write_35(config: DeltaConfig) -> dict[str, Any]:
     alone = len(config.dense_layers) == config.num_layers
     architecture = list(_QWEN35)[not alone]
     named = {"architectures": [architecture], "model_type": _QWEN35[architecture]}

@@ -86,11 +86,15 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         (
             "qwen3_5_text",
             {"layer_types": ["linear_attention"] * 2},
-            "all 2 layers are of gated DeltaNet, and none holds",
+            "none of 2 layers holds keys and values",
         ),
         ("qwen3_5_text", {"layer_types": ["mamba"] * 2}, r"layer_types=\['mamba', 'mamba'\] is not a list of 2 names"),
-        ("qwen3_5_text", {"linear_num_value_heads": 24}, "24 value heads are not a multiple of 16 key heads"),
-        ("lfm2", {"num_key_value_heads": 2, "layer_types": ["conv"] * 2}, "all 2 layers are convolutions"),
+        (
+            "qwen3_5_text",
+            {"full_attention_interval": 2, "linear_num_value_heads": 24},
+            "24 value heads are not a multiple of 16 key heads",
+        ),
+        ("lfm2", {"num_key_value_heads": 2, "layer_types": ["conv"] * 2}, "none of 2 layers holds keys and values"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=true is not supported"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=false is not supported"),
         ("gptj", {"rotary_dim": 9}, "channels=9 is odd"),
