@@ -338,15 +338,17 @@ def check_only(raw: Mapping[str, Any], only: Mapping[str, tuple[Any, ...]], befo
             raise ValueError(f"{before}{key}={raw[key]!r} is not supported; it must be {known}")
 
 
-def read_kinds(raw: Mapping[str, Any], known: tuple[str, ...], default: Sequence[str]) -> list[str]:
+def read_kinds(
+    raw: Mapping[str, Any], known: tuple[str, ...], default: Sequence[str], key: str = "layer_types"
+) -> list[str]:
     """The kind of every layer, by `layer_types` or by default.
 
     Raises:
       ValueError: other kinds than the known ones, or another number of them than layers.
     """
-    layers, kinds = len(default), raw.get("layer_types") or list(default)
+    layers, kinds = len(default), raw.get(key) or list(default)
     if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
-        raise ValueError(f"layer_types={kinds!r} is not a list of {layers} names out of {known}")
+        raise ValueError(f"{key}={kinds!r} is not a list of {layers} names out of {known}")
     return kinds
 
 

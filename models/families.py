@@ -6,6 +6,7 @@ from typing import Any
 
 from kvjax.models import (
     cohere2,
+    deepseek_v3,
     falcon,
     gemma,
     glm4,
@@ -30,7 +31,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family
 
 _FILES = (llama, smollm3, olmo, lfm2, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe, gpt_oss, qwen3_next)
-_FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon, cohere2)
+_FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon, cohere2, deepseek_v3)
 FAMILIES = (*(file.FAMILY for file in _FILES), qwen3_next.NEXT)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}

@@ -89,6 +89,9 @@ PRESETS: Final[dict[str, Preset]] = {
     "lfm2-1.2b": Preset("LiquidAI/LFM2-1.2B"),
     "glm-4-9b": Preset("zai-org/GLM-4-9B-0414"),
     "glm-4.5-air": Preset("zai-org/GLM-4.5-Air"),
+    "glm-4.7-flash": Preset("zai-org/GLM-4.7-Flash"),
+    "deepseek-v3": Preset("deepseek-ai/DeepSeek-V3"),
+    "kimi-k2-instruct": Preset("moonshotai/Kimi-K2-Instruct"),
 }
 
 

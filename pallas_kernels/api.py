@@ -82,7 +82,7 @@ def use(implementation: Implementation) -> Iterator[None]:
 def attention(
     q: Float[Array, "B N T H"],
     k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
+    v: Float[Array, "B K S V"],
     q_pos: Int[Array, "B T"] | None = None,
     kv_pos: Int[Array, "B K S"] | None = None,
     *,
@@ -105,7 +105,7 @@ def attention(
 
     Args:
       q: queries.
-      k, v: keys and values of every slot.
+      k, v: keys and values of every slot. Values with fewer channels than keys are padded for the product.
       q_pos: absolute position of every query row, negative for padding; the last T positions if None.
       kv_pos: absolute position of every slot, negative for a dead slot; 0 to S - 1 if None.
       columns: the statistics to measure, each one array in the result.
@@ -125,6 +125,11 @@ def attention(
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
     B, N, T, K, S = _checked_sizes(q, k)
+    if (fewer := k.shape[-1] - v.shape[-1]) > 0:
+        how: dict[str, Any] = {"columns": columns, "bias": bias, "logits": logits, "own": own}
+        wide = jnp.pad(v, ((0, 0),) * 3 + ((0, fewer),))
+        found = attention(q, k, wide, q_pos, kv_pos, implementation=implementation, **how)
+        return dataclasses.replace(found, out=found.out[..., : v.shape[-1]])
     q_pos = jnp.broadcast_to(jnp.arange(S - T, S), (B, T)) if q_pos is None else q_pos
     kv_pos = jnp.broadcast_to(jnp.arange(S), (B, K, S)) if kv_pos is None else kv_pos
     columns = _checked_columns(columns, B, N, K, T)

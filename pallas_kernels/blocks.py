@@ -24,6 +24,7 @@ LOG2E = math.log2(math.e)
 DEAD = 2**31 - 1  # the position of a key that no row may read: larger than every row's, so that one comparison masks
 MIN_TILE = 16  # tensor cores multiply no smaller tiles
 DTYPES = ("bfloat16", "float16", "float32")
+WIDEST = 256  # channels of a head whose accumulators the registers hold
 
 
 @functools.cache
@@ -96,6 +97,8 @@ def check_inputs(*xs: Array) -> None:
     for x in xs:
         if x.dtype.name not in DTYPES:
             raise NotImplementedError(f"kernels read {DTYPES}, not {x.dtype.name}")
+        if x.shape[-1] > WIDEST:
+            raise NotImplementedError(f"accumulators of {x.shape[-1]} channels do not fit; kernels read up to {WIDEST}")
 
 
 def power_of_two(n: int) -> int:

@@ -96,6 +96,14 @@ NO_BUDGET = {
 # Rows whose sequences share draws with the first one of their batch.
 OF_A_BATCH = {"keyformer_share_batch"}
 
+# Rows whose policy refuses layers where a key and its value are one array, and why.
+NO_LATENT = dict.fromkeys(("think", "snapkv_then_think"), "values are channels of its keys; keep all")
+NO_LATENT |= dict.fromkeys(("snapkv_merging", "attention_matching"), "Evict writes v; choose a policy that writes")
+NO_LATENT |= {"kvpress_think": "ZeroChannels writes k; choose a policy that writes neither"}
+
+# Rows in which the number of a value's channels counts, as that of a standard deviation over them.
+COUNTS_CHANNELS = {"lagkv"}
+
 # Rows whose cache is not the full one, whatever the budget: they hide tokens, drop channels or merge what they keep, or
 # keep what a threshold, a map of heads or a profile says.
 LOSSY = {

@@ -132,6 +132,24 @@ def groups(draw, raw):
     return raw | {"num_experts_per_tok": draw(st.integers(1, chosen * members))}
 
 
+def latent(lite):
+    """One vector for the keys and values of all heads; experts in groups behind some layers."""
+
+    def last(draw, raw):
+        turned, sparse = 2 * draw(st.integers(2, 5)), st.sampled_from(("dense", "sparse"))
+        raw |= {"qk_rope_head_dim": turned, "kv_lora_rank": draw(st.integers(3, 20))}
+        raw |= {"qk_nope_head_dim": draw(st.integers(1, 9)), "v_head_dim": draw(st.integers(1, 12))}
+        raw |= {"q_lora_rank": draw(st.none() | st.integers(4, 24)), "num_key_value_heads": raw["num_attention_heads"]}
+        raw["rope_parameters"] = draw(rotation(turned, SOME))
+        if raw["rope_parameters"]["rope_type"] == "yarn":
+            raw["rope_parameters"]["mscale_all_dim"] = draw(st.floats(0.1, 1.5))
+        n = raw["num_hidden_layers"]
+        layers = {"mlp_layer_types": draw(st.lists(sparse, min_size=n, max_size=n))}
+        return groups(draw, raw | (layers if lite else {"first_k_dense_replace": draw(st.integers(0, 3))}))
+
+    return last
+
+
 def ministral3(draw, raw):
     """Queries grow with their position."""
     own = {"llama_4_scaling_beta": draw(st.floats(0.05, 0.5)), "original_max_position_embeddings": draw(WINDOW)}
@@ -184,6 +202,8 @@ SOME = ROTATIONS[:4]
 DELTA = {"attention_bias": FLAG, "linear_num_key_heads": st.integers(1, 3), "linear_key_head_dim": st.integers(2, 9)}
 DELTA |= {"linear_value_head_dim": st.integers(2, 9), "linear_conv_kernel_dim": st.integers(1, 4)}
 SHARED = {k: st.integers(5, 30) for k in ("moe_intermediate_size", "shared_expert_intermediate_size")}
+LATENT = {"attention_bias": FLAG, "rope_interleave": FLAG, "norm_topk_prob": FLAG, "hidden_act": ACTS}
+LATENT |= {"moe_intermediate_size": st.integers(5, 30), "routed_scaling_factor": st.floats(0.5, 2)}
 DRAWN = {
     "LlamaForCausalLM": Kind({"attention_bias": FLAG, "mlp_bias": FLAG, "hidden_act": ACTS}, own_heads=True),
     "MistralForCausalLM": Kind(MAYBE | {"hidden_act": ACTS}, **WIDE),
@@ -228,6 +248,8 @@ DRAWN = {
         shares=(1.0, 0.5),
         last=groups,
     ),
+    "DeepseekV3ForCausalLM": Kind(LATENT, any_width=True, rotations=(), last=latent(lite=False)),
+    "Glm4MoeLiteForCausalLM": Kind(LATENT, any_width=True, rotations=(), last=latent(lite=True)),
     "GptOssForCausalLM": Kind(
         {"attention_bias": FLAG, "swiglu_alpha": st.floats(1, 2), "swiglu_limit": st.floats(0.5, 7)},
         **WIDE,

@@ -12,7 +12,7 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule
 from kvjax.compose.evict import Evict
-from kvjax.contract import Layout, PerSlot, Policy, Reads, Rewrite
+from kvjax.contract import KVShape, Layout, PerSlot, Policy, Reads, Rewrite
 from kvjax.observe import Rows, segment_sum
 from kvjax.run.plan import infos_of
 from kvjax.scores.attention import Accumulated
@@ -22,6 +22,7 @@ from tests.marks import slow_but
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 B, N, K, H, D, LAYERS = 2, 4, 2, 8, 12, 2
+C = 5  # channels of a latent
 T, STEPS, LENGTHS = 24, 10, np.array([24, 17], np.int32)
 KEYS = np.array([3, 4])
 
@@ -38,8 +39,30 @@ def params():
     return [layer() | {"out_proj": normal(N, H, D), "hidden": normal(B, M, D)} for _ in range(LAYERS)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Latent(kvjax.models.ModelConfig):
+    """A model whose values are the last channels of its keys."""
+
+    def kv_shape(self, layer):
+        """The same in all layers."""
+        return KVShape(self.num_kv_heads, self.head_dim, C)
+
+
+def of_latents(apart):
+    """(model, layers) of `params` with these values; `apart` stores them so, behind zeros, which nothing changes."""
+    zeros, each = (lambda *shape: np.zeros((*shape, H - C), np.float32)), []
+    for x in params():
+        v, out_proj = x["k"][..., -C:], x["out_proj"][:, -C:]
+        if apart:
+            v = np.concatenate([zeros(*v.shape[:-1]), v], -1)
+            out_proj = np.concatenate([zeros(N, D).swapaxes(1, 2), out_proj], 1)
+        each.append(x | {"v": v, "out_proj": out_proj})
+    model = tensors.model_of(each)
+    return (model, each) if apart else (dataclasses.replace(model, config=Latent(**vars(model.config))), each)
+
+
 @functools.cache
-def history(policy, row=None, block=None, steps=STEPS, own=None):
+def history(policy, row=None, block=None, steps=STEPS, own=None, apart=None):
     """(positions "steps+1 B K S" in every layer, weights of slots or None, whether logits were numbers).
 
     Args:
@@ -48,11 +71,13 @@ def history(policy, row=None, block=None, steps=STEPS, own=None):
       block: the blocks in which the prompt is read.
       steps: tokens that follow it.
       own: the seed of the policy's learned parameters.
+      apart: as in `of_latents`; values of their own if None.
     """
     rows = np.arange(B) if row is None else np.array([row])
     first = 0 if row is None else T - LENGTHS[row]
     each = [{n: x if n == "out_proj" else x[rows] for n, x in layer.items()} for layer in params()]
-    model, tokens = tensors.model_of(each), np.broadcast_to(np.arange(first, T + steps), (len(rows), T + steps - first))
+    model, each = (tensors.model_of(each), each) if apart is None else of_latents(apart)
+    tokens = np.broadcast_to(np.arange(first, T + steps), (len(rows), T + steps - first))
     how = {"policy": policy, "lengths": LENGTHS[rows], "max_new_tokens": steps, "block": block}
     how["key"] = jax.vmap(jax.random.key)(KEYS[rows])
     if own is not None:
@@ -115,6 +140,20 @@ def test_a_padded_row_decodes_as_it_does_alone(case):
     assert together[2]
     assert alone[2]
     assert [shift(x) for x in together[0]] == [live(x) for x in alone[0]]
+
+
+@table.rows(table.FEW, smoke=table.DECODED)
+def test_a_latent_is_kept_as_a_key_with_its_value_is(case):
+    """Of DeepSeek's attention, where one array holds both (arXiv 2405.04434)."""
+    policy = case.make(case.budget, layers=LAYERS)
+    if case.name in table.NO_LATENT:
+        with pytest.raises(ValueError, match=table.NO_LATENT[case.name]):
+            history(policy, steps=2, apart=False)
+        return
+    (latent, _, finite), (apart, _, _) = (history(policy, steps=4, apart=x) for x in (False, True))
+    assert finite
+    if case.name not in table.COUNTS_CHANNELS:
+        assert [*map(live, latent)] == [*map(live, apart)]
 
 
 @table.rows(table.FEW, smoke={"h2o"})

@@ -217,6 +217,42 @@ CASES |= {
         },
     ),
 }
+LATENT = {
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 4,
+}
+CASES |= {
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            **rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7),
+        },
+    ),
+    "deepseek_v3_plain": (
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {**LATENT, "rms_norm_eps": 1e-3}),
+}
 T, NEW = 21, 6
 
 

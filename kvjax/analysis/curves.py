@@ -75,7 +75,7 @@ _WITHOUT_LAYERS = ("regret_layers", "kl", "agreement")
 def value_bounds(reading: Reading) -> Float[Array, "L B"]:
     """Theorem 2's C of every layer, over all that a row behind the prompt can read."""
     layers, later = reading.state.layers, reading.later
-    prompt = [largest_value(kv.v, x.out_proj, kv.view().live) for kv, x in zip(layers, later, strict=True)]
+    prompt = [largest_value(kv.values, x.out_proj, kv.view().live) for kv, x in zip(layers, later, strict=True)]
     return jnp.maximum(jnp.stack(prompt), jnp.stack([largest_value(x.v, x.out_proj) for x in later]))
 
 

@@ -119,6 +119,6 @@ def trace(reading: Reading) -> Traces:
         v = by_query_head(later.v, row.shape[1])
         own.append(jnp.einsum("bnrs,bnsh->bnrh", row[..., T:], v.astype(row.dtype)))
     every = jnp.stack(rows, axis=1)
-    values = jnp.stack([kv.v for kv in reading.state.layers], axis=1)
+    values = jnp.stack([kv.values for kv in reading.state.layers], axis=1)
     out_proj = jnp.stack([later.out_proj for later in reading.later]).astype(every.dtype)
     return Traces(every[..., :T], jnp.stack(own, axis=1), every[..., T:].sum(-1), values, out_proj)

@@ -6,10 +6,12 @@ of the model, M prompts that are planned for on the host.
 
 from kvjax.contract.model import Attend as Attend
 from kvjax.contract.model import Config as Config
+from kvjax.contract.model import KVShape as KVShape
 from kvjax.contract.model import Model as Model
 from kvjax.contract.model import Positions as Positions
 from kvjax.contract.model import Tokenizer as Tokenizer
 from kvjax.contract.model import kv_layers as kv_layers
+from kvjax.contract.model import kv_shape as kv_shape
 from kvjax.contract.policy import Heads as Heads
 from kvjax.contract.policy import Part as Part
 from kvjax.contract.policy import Policy as Policy

@@ -5,6 +5,8 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.contract.types import Rotate
+from kvjax.contract.values import value
+from kvjax.pallas_kernels.kinds import Amount, Size
 from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.pytree import pytree
 
@@ -15,7 +17,8 @@ class Config(Protocol):
 
     Where a configuration also has `window(layer)`, `embed_dim`, `max_position`, `learned_positions`,
     `additive_rotation`, `eos_ids` and others of `kvjax.models.ModelConfig`, these are used, too. Where some layers hold
-    no keys and values, `holds_kv(layer)` says which do, and `own_state(layer, batch)` what the others hold.
+    no keys and values, `holds_kv(layer)` says which do, and `own_state(layer, batch)` what the others hold; where layers
+    differ in what they store of a token, or values are channels of keys, `kv_shape(layer)` says so.
 
     Attributes:
       vocab_size: V, tokens.
@@ -38,10 +41,32 @@ class Config(Protocol):
     def dtype(self) -> Any: ...
 
 
+@value
+class KVShape:
+    """What a layer stores of a token.
+
+    Attributes:
+      num_kv_heads: K.
+      head_dim: H, channels of a key.
+      latent: how many of these, the last ones, are the value, too (multi-head latent attention, arXiv 2405.04434,
+        Section 2.1); 0 where a value has H channels of its own.
+    """
+
+    num_kv_heads: Size
+    head_dim: Size
+    latent: Amount = 0
+
+
 def kv_layers(config: Config) -> tuple[int, ...]:
     """The layers of a model that hold keys and values. Policies count these alone, from 0 on."""
     holds = getattr(config, "holds_kv", lambda layer: True)
     return tuple(i for i in range(config.num_layers) if holds(i))
+
+
+def kv_shape(config: Config, layer: int) -> KVShape:
+    """What a layer stores of a token: the same in all layers, where the configuration has no `kv_shape`."""
+    usual = lambda layer: KVShape(config.num_kv_heads, config.head_dim)
+    return getattr(config, "kv_shape", usual)(layer)
 
 
 @runtime_checkable
@@ -53,20 +78,21 @@ class Attend(Protocol):
         cache: Any,
         q: Float[Array, "B N T H"],
         k: Float[Array, "B K T H"],
-        v: Float[Array, "B K T H"],
+        v: Float[Array, "B K T V"],
         /,
         *,
         layer: int,
         rotate: Rotate,
-        out_proj: Float[Array, "N H D"] | None = None,
+        out_proj: Float[Array, "N V D"] | None = None,
         hidden: Float[Array, "B T D"] | None = None,
         logits: Logits = Logits(),
-    ) -> tuple[Float[Array, "B N T H"], Any, Any]:
+    ) -> tuple[Float[Array, "B N T V"], Any, Any]:
         """The attention output, the cache afterwards, and what else was found.
 
         Args:
           cache: what the layer was given.
-          q, k, v: of the new tokens, before rotation.
+          q, k, v: of the new tokens, before rotation. Values have as many channels as keys, or are their last ones,
+            which do not turn (`KVShape.latent`).
           layer: what the layer was given.
           rotate: the rotary embedding, called with vectors "B K T H" and their positions; `lambda x, pos: x` for none.
           out_proj, hidden: the output projection and the layer's normalised input, for methods that look at them.

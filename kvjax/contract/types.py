@@ -53,6 +53,7 @@ class LayerInfo:
       max_new_tokens: decode steps that the run is planned for.
       embed_dim: width of the hidden states, 0 if it is not known.
       window: the layer's sliding window in tokens, None for none.
+      latent: how many of a key's channels are its value, too, the last ones; 0 where values are stored apart.
     """
 
     layer: Amount
@@ -64,6 +65,12 @@ class LayerInfo:
     max_new_tokens: Amount
     embed_dim: Amount = 0
     window: Size | None = None
+    latent: Amount = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.latent or self.head_dim
 
 
 @value
@@ -138,7 +145,7 @@ class LayerView:
     """
 
     k: Float[Array, "B K S C"]
-    v: Float[Array, "B K S H"]
+    v: Float[Array, "B K S V"]
     pos: Int[Array, "B K S"]
     fault: Bool[Array, "B K"]
     memory: PyTree = ()
@@ -256,7 +263,7 @@ class AttentionInputs:
     pos: Int[Array, "B T"]
     ctx: Context
     rotate: Rotate
-    out_proj: Float[Array, "N H D"] | None = None
+    out_proj: Float[Array, "N V D"] | None = None
     hidden: Float[Array, "B T D"] | None = None
     logits: Logits = Logits()
     bias: Float[Array, "B _ S"] | None = None
@@ -356,6 +363,6 @@ class Decision:
     score: Float[Array, "B K S"]
     budgets: Int[Array, "B K"]
     k: Float[Array, "B K S H"] | None = None
-    v: Float[Array, "B K S H"] | None = None
+    v: Float[Array, "B K S V"] | None = None
     log_weight: Float[Array, "B K S"] | None = None
     unscored: Bool[Array, "B K"] | None = None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from kvjax.contract import MOST, Config, Ids, Model, PRNGKey, kv_layers
+from kvjax.contract import MOST, Config, Ids, Model, PRNGKey, kv_layers, kv_shape
 from kvjax.contract.checks import whole
 from kvjax.run.plan import Plan, rereads
 from kvjax.run.state import Prompts, State
@@ -162,9 +162,10 @@ def check_state(model: Model, params: PyTree, state: State) -> None:
     window, held = getattr(config, "window", lambda i: None), kv_layers(config)
     sizes = [(f"num_layers={len(infos)}", len(held), len(infos))]
     for i, (n, info, policy) in enumerate(zip(held, infos, policies, strict=False)):
-        heads = config.num_query_heads if policy.layout.by_query_head else config.num_kv_heads
+        shape = kv_shape(config, n)
+        heads = config.num_query_heads if policy.layout.by_query_head else shape.num_kv_heads
         here: dict[str, Any] = {"num_query_heads": config.num_query_heads, "num_kv_heads": heads}
-        here |= {"head_dim": config.head_dim, "window": window(n)}
+        here |= {"head_dim": shape.head_dim, "latent": shape.latent, "window": window(n)}
         sizes += [(f"{n}={getattr(info, n)} in layer {i}", x, getattr(info, n)) for n, x in here.items()]
     if wrong := [(there, x) for there, x, stored in sizes if x != stored]:
         raise ValueError(

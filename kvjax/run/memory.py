@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from kvjax.contract import Amount, Config, Policy, Size, Stats
+from kvjax.contract import Amount, Config, LayerInfo, Policy, Size, Stats
 from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
@@ -158,8 +158,7 @@ def read_shapes(
 ) -> tuple[State, tuple[Storage, ...], tuple[Stats, ...]]:
     """Shapes: the state after prompts, the layers with all rows of the last pass, and what was observed of each."""
     width, steps = plan.infos[0].prompt_len, plan.infos[0].max_new_tokens
-    B, T, H, D = len(lengths), block or width, config.head_dim, getattr(config, "embed_dim", 0)
-    N, K = config.num_query_heads, config.num_kv_heads
+    B, T, D = len(lengths), block or width, getattr(config, "embed_dim", 0)
 
     def read() -> tuple[State, tuple[Storage, ...], tuple[Stats, ...]]:
         keys = row_keys(None, B)
@@ -167,12 +166,14 @@ def read_shapes(
         how = {"keys": keys, "policy_params": learned if jax.tree.leaves(learned) else None}
         state = empty_state(config, policy, plan, hparams, lengths, steps, slots=block is not None, **how)
         pos = jnp.zeros((B, T), jnp.int32)
-        q, k = (jnp.zeros((B, heads, T, H), config.dtype) for heads in (N, K))
-        around = jnp.zeros((N, H, D), config.dtype), jnp.zeros((B, T, D), config.dtype)
+        zeros = lambda *shape: jnp.zeros(shape, config.dtype)
         each = []
         for i, (own, kv) in enumerate(zip(plan.layers, state.layers, strict=True)):
             attend = Attend(state.context(i, "prefill", pos), pos, own, own.observe("prefill"), evict=False, gives=True)
-            each.append(_attended(attend, kv, q, k, *around))
+            info = plan.infos[i]
+            N, K, H, V = info.num_query_heads, info.num_kv_heads, info.head_dim, info.value_dim
+            rows = zeros(B, N, T, H), zeros(B, K, T, H), zeros(B, K, T, V)
+            each.append(_attended(attend, kv, *rows, zeros(N, V, D), zeros(B, T, D)))
         grown, seen = zip(*each, strict=True)
         state = dataclasses.replace(state, layers=grown)
         return after_replay(state, AttnStats(seen, pos)), grown, seen
@@ -181,10 +182,12 @@ def read_shapes(
 
 
 @jax.jit
-def _attended(attend: Attend, kv: Storage, q: Array, k: Array, out_proj: Array, hidden: Array) -> tuple[Storage, Stats]:
+def _attended(
+    attend: Attend, kv: Storage, q: Array, k: Array, v: Array, out_proj: Array, hidden: Array
+) -> tuple[Storage, Stats]:
     """A layer that has stored new rows, and what was observed of them."""
     how = {"layer": 0, "rotate": lambda x, _: x, "out_proj": out_proj, "hidden": hidden}
-    _, kv, (found, _) = attend(kv, q, k, k, **how)
+    _, kv, (found, _) = attend(kv, q, k, v, **how)
     return kv, found
 
 
@@ -195,23 +198,24 @@ def _reading(
     N, size = config.num_query_heads, jnp.dtype(config.dtype).itemsize
     D, M = getattr(config, "embed_dim", 0), getattr(config, "mlp_dim", 0)
 
-    def of_rows(rows: int, slots: int, heads: int, cache: int, observed: int, scratch: int = 0) -> dict[str, int]:
+    def of_rows(rows: int, slots: int, info: LayerInfo, cache: int, observed: int, scratch: int = 0) -> dict[str, int]:
+        heads = info.num_kv_heads
         at_once, sets = head_block_size(B * heads, N // heads, rows, slots)
         logits = 2 * 4 * at_once * sets * (N // heads) * slots
         width = lambda n: B * rows * (2 * D + n) * size
-        attention = width(2 * N * config.head_dim) + observed + max(logits, scratch)
+        attention = width(2 * N * info.head_dim) + observed + max(logits, scratch)
         return {"cache": cache, "attention": attention, "feed_forward": width(3 * M)}
 
     together = _bytes((grown, seen)) if plan.policy.joint or plan.again else 0
     passes = []
     for kv, found, info in zip(grown, seen, plan.infos, strict=True):
-        slots, heads, cache = kv.pos.shape[-1], info.num_kv_heads, _bytes(kv)
-        passes.append(of_rows(rows, slots, heads, max(cache, together), _bytes(found)))
+        slots, cache = kv.pos.shape[-1], _bytes(kv)
+        passes.append(of_rows(rows, slots, info, max(cache, together), _bytes(found)))
         for how in plan.again:
             R = how.most(info.prompt_len)
             keys = how.sinks + how.size(info.prompt_len) + R
             scratch = 2 * 4 * B * N * block_rows(R, B * N, keys) * keys
             more = _bytes([kv.pos for kv in grown]) + cache * (slots + R) // slots
-            passes.append(of_rows(R, slots + R, heads, together + more, 0, scratch))
+            passes.append(of_rows(R, slots + R, info, together + more, 0, scratch))
     total = lambda x: x["cache"] + max(x["attention"], x["feed_forward"])
     return max(passes, key=total) | {"logits": 4 * B * config.vocab_size}

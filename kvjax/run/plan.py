@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
-from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, kv_layers, unique, value
+from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, kv_layers, kv_shape, unique, value
 from kvjax.observe import Reread
 
 _TILE = 8  # what sizes are rounded up to: rows of a tile that a kernel reads
@@ -74,11 +74,11 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
 
     Raises:
       ValueError: tokens that are to stand at their ranks, where the model's positions cannot be changed, or under a
-        policy that writes keys.
+        policy that writes keys; a policy that writes keys or values, where these are one.
     """
-    each, N, K, H = kv_layers(config), config.num_query_heads, config.num_kv_heads, config.head_dim
-    L = len(each)
-    heads = lambda i: N if policy.at(i, L).layout.by_query_head else K
+    each, N = kv_layers(config), config.num_query_heads
+    L, shapes = len(each), [kv_shape(config, n) for n in each]
+    heads = lambda i: N if policy.at(i, L).layout.by_query_head else shapes[i].num_kv_heads
     window = getattr(config, "window", lambda i: None)
     D = getattr(config, "embed_dim", 0)
     for i in range(L):
@@ -100,7 +100,16 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
                 f'layer {i} wants tokens at positions="{where}", where a key moves with its rank, but '
                 f'{type(here).__name__} writes keys, which hold where they were written; use "original"'
             )
-    return tuple(LayerInfo(i, L, N, heads(i), H, width, max_new_tokens, D, window(n)) for i, n in enumerate(each))
+        if shapes[i].latent and (own := [n for n in here.writes if n != "log_weight"]):
+            raise ValueError(
+                f"layer {i} holds latents, of which each is a key and its value in one, but {type(here).__name__} "
+                f"writes {' and '.join(own)}; choose a policy that writes neither"
+            )
+    run = width, max_new_tokens, D
+    return tuple(
+        LayerInfo(i, L, N, heads(i), x.head_dim, *run, window(n), x.latent)
+        for i, (n, x) in enumerate(zip(each, shapes, strict=True))
+    )
 
 
 def bucket(n: int) -> int:

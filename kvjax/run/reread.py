@@ -133,7 +133,7 @@ class Repeat:
         if not self.size:
             return out, kv, None
         bias = both.bias(q.shape[1] // K, logits.slopes)
-        rows = Queries(q, pos, bias, dataclasses.replace(logits, slopes=None)), both.keys(rotate), both.v
+        rows = Queries(q, pos, bias, dataclasses.replace(logits, slopes=None)), both.keys(rotate), both.values
         if not self.how.plus:
             return out, kv, self._most(*rows)
         if out_proj is None or hidden is None:

@@ -36,12 +36,12 @@ class Learned(Score):
         return (Rows(self.rows), Rows()) if phase == "prefill" else ()
 
     def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
-        shape = 1, info.num_kv_heads, 1, 2 * info.head_dim + NUM_STATISTICS
+        shape = 1, info.num_kv_heads, 1, info.head_dim + info.value_dim + NUM_STATISTICS
         check_function(self.function, shape, info, shape[:-1])
         return ()
 
     def features(self, slots: Slots) -> Float[Array, "B K S F"]:
-        """F = 2 H + 6 numbers of every slot, 0 for dead ones.
+        """F = H + V + 6 numbers of every slot, 0 for dead ones: 2 H + 6 but where values are channels of keys.
 
         The key as rows read it and the value; then logarithms of the votes, of the pooled votes, of the mean attention
         of all rows since insertion, and of the value's norm; how far back the token is, as a share of the prompt; 1.

@@ -75,7 +75,7 @@ class Layer(LayerView, Storage):
     def append(
         self,
         k: Float[Array, "B K T H"],
-        v: Float[Array, "B K T H"],
+        v: Float[Array, "B K T V"],
         pos: Int[Array, "B T"],
         slots: Int[Array, "B K T"] | None = None,
     ) -> "Layer":
@@ -100,16 +100,16 @@ class Layer(LayerView, Storage):
         slope = linear_bias(slopes, at)
         return slope if bias is None else bias + slope
 
-    def attend(
+    def _attend(
         self,
         q: Float[Array, "B N T H"],
         pos: Int[Array, "B T"],
-        statistics: tuple[Columns, ...] = (),
-        reads: Reads | None = None,
+        statistics: tuple[Columns, ...],
+        reads: Reads | None,
         *,
         rotate: Rotate,
-        logits: Logits = Logits(),
-        own: bool = False,
+        logits: Logits,
+        own: bool,
     ) -> Attention:
         reads, G, mesh = reads or Reads(), q.shape[1] // self.pos.shape[1], self.how.mesh
         attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
@@ -245,6 +245,8 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Array | int,
 def with_rows(kv: Any, write: Callable[..., Array], blank: Callable[[Array], Array], *rows: Array) -> Any:
     """A layer or a pool with rows of `k`, `v` and `pos`; log weights and memory are `blank` in their slots."""
     weight = jax.tree.map(blank, kv.log_weight)
+    k, v, pos = rows
+    rows = k, v[..., : kv.v.shape[-1]], pos
     fields = {n: write(getattr(kv, n), x) for n, x in zip(("k", "v", "pos"), rows, strict=True)}
     return kv.replace(**fields, log_weight=weight, memory=kv.how.of_slots(blank, kv.memory))
 
@@ -298,8 +300,9 @@ def empty(info: LayerInfo, policy: Policy, batch: int, dtype: Dtype, slots: int 
     one = lambda x: own(x) if isinstance(x, PerHead) else jnp.zeros((batch, K, slots, *x.shape), x.dtype)
     arrays, per_head = tree.unflatten(map(one, leaves)), tuple(isinstance(x, PerHead) for x in leaves)
     zeros = jnp.zeros((batch, K, slots, info.head_dim), dtype)
+    values = zeros[..., :0] if info.latent else zeros
     weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in policy.writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
-    how = Keeps(*where, policy.writes, per_head)
+    how = Keeps(*where, policy.writes, per_head, info.latent)
     pos, fault = jnp.full(zeros.shape[:3], EMPTY, jnp.int32), jnp.zeros((batch, K), bool)
-    return Layer(zeros, zeros, pos, fault, arrays, weight, how=how)
+    return Layer(zeros, values, pos, fault, arrays, weight, how=how)

@@ -87,7 +87,7 @@ class Pool(Storage):
     def append(
         self,
         k: Float[Array, "B K T H"],
-        v: Float[Array, "B K T H"],
+        v: Float[Array, "B K T V"],
         pos: Int[Array, "B T"],
         slots: Int[Array, "B K T"] | None = None,
     ) -> "Pool":
@@ -117,16 +117,16 @@ class Pool(Storage):
             return None
         return jnp.broadcast_to(self.log_weight[:, None], (len(self.pos), group, self.pos.shape[1]))
 
-    def attend(
+    def _attend(
         self,
         q: Float[Array, "B N T H"],
         pos: Int[Array, "B T"],
-        statistics: tuple[Columns, ...] = (),
-        reads: Reads | None = None,
+        statistics: tuple[Columns, ...],
+        reads: Reads | None,
         *,
         rotate: Rotate,
-        logits: Logits = Logits(),
-        own: bool = False,
+        logits: Logits,
+        own: bool,
     ) -> Attention:
         """Attention of rows; statistics "B K ... P" are 0 in the slots of other heads.
 
@@ -136,7 +136,7 @@ class Pool(Storage):
         reads, K = reads or Reads(), self.ends.shape[1]
         indices = reads.visible is not None and reads.visible.dtype != bool
         if q.shape[2] > 1 or indices or logits.slopes is not None:
-            return self.view().attend(q, pos, statistics, reads, rotate=rotate, logits=logits)
+            return self.view()._attend(q, pos, statistics, reads, rotate=rotate, logits=logits, own=False)
         mine = self._mine()
         read, bias = self._of_row(pos, reads, mine, q.shape[1] // K)
 

@@ -26,6 +26,7 @@ class Keeps:
       positions, sinks: where keys are rotated to, as in `Layout`.
       writes: what the layer's policy may change of a slot.
       per_head: for each leaf of the memory, whether it belongs to heads and not to slots.
+      latent: how many of a key's channels are its value, too, the last ones (`KVShape`).
       mesh: the devices that share the layer; None for one.
     """
 
@@ -33,6 +34,7 @@ class Keeps:
     sinks: int = 0
     writes: tuple[str, ...] = ()
     per_head: tuple[bool, ...] = ()
+    latent: int = 0
     mesh: Mesh | None = None
 
     def of_slots(self, change: Callable[[Array], Array], memory: PyTree) -> PyTree:
@@ -46,7 +48,7 @@ class Storage(abc.ABC):
     """One layer's cache. It also has the fields `memory`, `log_weight` and `channels`, as in `Layer`.
 
     Attributes:
-      k, v: keys and values.
+      k, v: keys and values; `v` has no channels where they are channels of the keys. `values` has them in any case.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
       fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       axes: those of a mesh that the first axes of all arrays lie on.
@@ -55,7 +57,7 @@ class Storage(abc.ABC):
     axes: ClassVar[tuple[str, ...]] = AXES
 
     k: Float[Array, "B *slots _"]
-    v: Float[Array, "B *slots H"]
+    v: Float[Array, "B *slots _"]
     pos: Int[Array, "B *slots"]
     fault: Bool[Array, "B K"]
 
@@ -75,6 +77,11 @@ class Storage(abc.ABC):
         """Tokens that each head holds."""
 
     @property
+    def values(self) -> Float[Array, "B *slots V"]:
+        """The value in every slot."""
+        return self.k[..., -self.how.latent :] if self.how.latent else self.v
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(x.nbytes for x in jax.tree.leaves(self))
@@ -86,7 +93,7 @@ class Storage(abc.ABC):
     def told(self, rotate: Rotate) -> LayerView:
         """The `Layer` that policies see: its keys are those that rows read."""
         view = self.view()
-        return view.replace(k=view.keys(rotate))
+        return view.replace(k=view.keys(rotate), v=view.values)
 
     def put(self, before: LayerView, after: LayerView) -> "Storage":
         """The storage after a policy changed its view.
@@ -96,7 +103,7 @@ class Storage(abc.ABC):
           after: what it returned: other positions, memory, channels, and what `writes` lists.
 
         Raises:
-          ValueError: it returned no layer, or changed what its `writes` does not list.
+          ValueError: it returned no layer, or changed what its `writes` does not list, or drops channels of latents.
         """
         if after is before:
             return self
@@ -107,6 +114,8 @@ class Storage(abc.ABC):
             raise ValueError(
                 f"a policy's update changes {wrong[0]}, but its `writes` is {self.how.writes}; list {wrong[0]!r} there"
             )
+        if self.how.latent and after.channels is not None:
+            raise ValueError("a policy drops key channels, but the model's values are channels of its keys; keep all")
         return self._put(after, {n: getattr(after, n) for n in changed})
 
     @abc.abstractmethod
@@ -125,7 +134,7 @@ class Storage(abc.ABC):
     def append(
         self,
         k: Float[Array, "B K T H"],
-        v: Float[Array, "B K T H"],
+        v: Float[Array, "B K T V"],
         pos: Int[Array, "B T"],
         slots: Int[Array, "B K T"] | None = None,
     ) -> "Storage":
@@ -152,7 +161,6 @@ class Storage(abc.ABC):
           slopes: those of `Logits`.
         """
 
-    @abc.abstractmethod
     def attend(
         self,
         q: Float[Array, "B N T H"],
@@ -164,7 +172,7 @@ class Storage(abc.ABC):
         logits: Logits = Logits(),
         own: bool = False,
     ) -> Attention:
-        """Attention of rows, and statistics of what each slot received.
+        """Attention of rows, outputs "B N T V", and statistics of what each slot received.
 
         Args:
           q: rotated queries.
@@ -175,6 +183,26 @@ class Storage(abc.ABC):
           logits: how logits follow from products.
           own: promises that the slots are those of the rows, in order.
         """
+        how: dict[str, Any] = {"rotate": rotate, "logits": logits, "own": own}
+        if not (n := self.how.latent):
+            return self._attend(q, pos, statistics, reads, **how)
+        # Keys stand in for values whole, since a part of them would be copied; of outputs the part is taken.
+        found = self.replace(v=self.k)._attend(q, pos, statistics, reads, **how)
+        return dataclasses.replace(found, out=found.out[..., -n:])
+
+    @abc.abstractmethod
+    def _attend(
+        self,
+        q: Float[Array, "B N T H"],
+        pos: Int[Array, "B T"],
+        statistics: tuple[Columns, ...],
+        reads: Reads | None,
+        *,
+        rotate: Rotate,
+        logits: Logits,
+        own: bool,
+    ) -> Attention:
+        """`attend`, with values of as many channels as keys."""
 
     @abc.abstractmethod
     def compact(self, capacity: int) -> "Storage":
