@@ -17,8 +17,8 @@ class Config(Protocol):
 
     Where a configuration also has `window(layer)`, `embed_dim`, `max_position`, `learned_positions`,
     `additive_rotation`, `eos_ids` and others of `kvjax.models.ModelConfig`, these are used, too. Where some layers hold
-    no keys and values, `holds_kv(layer)` says which do, and `own_state(layer, batch)` what the others hold; where layers
-    differ in what they store of a token, or values are channels of keys, `kv_shape(layer)` says so.
+    no keys and values, `holds_kv(layer)` says which do, and `own_state(layer, batch)` what the others hold. Layers may
+    differ in what they store of a token, and values be channels of keys: `kv_shape(layer)` says so.
 
     Attributes:
       vocab_size: V, tokens.

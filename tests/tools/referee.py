@@ -11,7 +11,7 @@ with the seed 0.
 It imports neither `kvjax` nor other tests. Left out are, of boards, tokens written and the measures of answers but
 `edit_similarity`, which no record has; of claims and the main job the ends of a difference's interval, but for which
 side of 0 they are on; of the main job what is said of outputs, costs and the table by budget; of learned budgets what
-is said of Theorem 4 and of heads, and their `summary.md`; and what was measured once: `peers`, `stream`, other files.
+is said of Theorem 4 and of heads, and their `summary.md`; and what was measured once: speed, `stream`, other files.
 """
 
 import argparse
@@ -420,6 +420,26 @@ def lost(page: pathlib.Path) -> Iterator[Said]:
     yield "title", title(page), [scipy.stats.spearmanr(right, x).statistic for x in others], ".2f"
 
 
+def answers(page: pathlib.Path) -> Iterator[Said]:
+    """Scores of methods and of presses on the same prompts, their places, and how many answers are the same."""
+    of, ((_, rows),) = pd.read_csv(page.with_name("scores.csv.gz")), tables(page)
+    means = of.groupby("method")[["ours", "theirs"]].mean()
+    places = means.rank(ascending=False)
+    tau = scipy.stats.kendalltau(means["ours"], means["theirs"]).statistic
+    yield "title", title(page), [len(means), of.groupby(["task", "index"]).ngroups, tau], ".2f"
+    for row in rows:
+        own, where = of[of["method"] == row["method"]], row["method"]
+        for column, place, side in (("kvjax", "place", "ours"), ("kvpress", "its place", "theirs")):
+            made = 100 * score(own[side], own["context"].tolist())
+            yield f"{where}, {column}", row[f"{column}, %"], made, ".1f"
+            yield f"{where}, {place}", row[place], places.loc[where, side], ".1f"
+        less = 100 * (own["ours"] - own["theirs"]).mean()
+        yield f"{where}, difference", row["difference"].partition(" [")[0], less, ".1f"
+        equal = own["our_output"].fillna("") == own["their_output"].fillna("")
+        yield f"{where}, same", row["same answers"], 100 * equal.mean(), ".0f"
+        yield f"{where}, of prompt", row["of prompt"], 100 * own["share"].iloc[0], ".1f"
+
+
 def learned(page: pathlib.Path) -> Iterator[Said]:
     """Losses on held-out prompts, and how much less they are than another's on the same."""
     scorer, name = page.parent.name == "learned_scorer", "unseen" if page.stem == "unseen" else "samples"
@@ -483,7 +503,7 @@ def pages(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, Iterator[Said]]]:
     kinds = {
         "board/*/board.md": board, "replication/**/replication.md": functools.partial(claims, every=every),
         "findings/to_hindsight-*.md": to_hindsight, "findings/what_decides-*.md": what_decides,
-        "findings/lost-*.md": lost,
+        "findings/lost-*.md": lost, "peers/answers/answers.md": answers,
         "learned_*/summary.json": learned, "learned_scorer/unseen.json": learned, "main_job/report.md": main_job,
     }  # fmt: skip
     for pattern, said in kinds.items():
