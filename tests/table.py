@@ -52,9 +52,11 @@ class Case:
         """For 3 layers of 4 query and 2 kv heads, each 8 wide."""
         return self.make(self.budget)
 
-    def make(self, budget: Any, *, layers: int = 3, width: int = 12) -> kvjax.Policy:
-        """The policy with a budget, for a model of so many layers and of that width."""
-        return MAKE[self.name](budget, Sizes(layers, 4, 2, 8, width))
+    def make(
+        self, budget: Any, *, layers: int = 3, width: int = 12, heads: tuple[int, int, int] = (4, 2, 8)
+    ) -> kvjax.Policy:
+        """The policy with a budget, for a model of so many layers, of that width and N, K and H."""
+        return MAKE[self.name](budget, Sizes(layers, *heads, width))
 
     def takes(self, budget: Any) -> bool:
         """Whether the row has a policy with that budget."""

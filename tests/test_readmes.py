@@ -13,10 +13,12 @@ import re
 import numpy as np
 import pytest
 
-from kvjax import methods
+from kvjax import Policy, methods, models, plan_memory
 from kvjax.experiments import findings, report
 from kvjax.experiments.core import page, readme
+from kvjax.models.deepseek_v3 import LatentConfig
 from kvjax.models.families import FAMILIES
+from kvjax.models.rope import Rope
 from tests.kept import SMOLLM2
 from tests.runs import ROOT
 
@@ -235,6 +237,20 @@ def test_the_numbers_are_those_of_the_committed_results(file, said):
     text = (ROOT / file).read_text()
     missing = [part for part in said() if part not in text]
     assert not missing, "\n".join([f"{file} lacks", *missing])
+
+
+def test_caches_of_presets_take_what_a_plan_says():
+    text = (ROOT / "models" / "README.md").read_text().partition("## What a cache takes")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [a-z]+[-.\d]", line)]
+    assert len(rows) > 15
+    of_latents = LatentConfig(9, 8, 8, 1, 1, 1, 576, rope=Rope(channels=64), dtype="bfloat16")
+    for name, layers, heads, channels, *shown in rows:
+        K, H = int(heads), int(channels)
+        config = of_latents if H == 576 else models.ModelConfig(9, 8, 8, 1, K, K, H, dtype="bfloat16")
+        for policy, gib in zip((Policy(), methods.snapkv(0.25)), shown, strict=True):
+            plan = plan_memory(config, policy, prompt_len=131072, max_new_tokens=0)
+            assert f"{int(layers) * plan.keys_values / 2**30:.1f}" == gib, name
+        assert models.preset(name)
 
 
 def test_findings_on_the_first_page_stand_on_committed_pages():

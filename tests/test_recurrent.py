@@ -12,7 +12,6 @@ from kvjax.experiments.harness.scoring import score_whole
 from kvjax.models.families import from_hugging_face
 from kvjax.models.recurrent import CHUNK, behind, delta_rule
 from kvjax.observe import Reread
-from tests import table
 
 B, T, NEW = 2, 19, 5
 LENGTHS = np.array([T, 12])
@@ -90,32 +89,6 @@ def test_policies_count_the_layers_that_hold_keys_and_values(hybrid):
     planned = kvjax.plan_memory(model.config, policy, batch=B, prompt_len=T, max_new_tokens=NEW)
     assert planned.layers == state.nbytes
     assert state.nbytes == sum(kv.nbytes for kv in state.layers) + sum(x.nbytes for x in own)
-
-
-OF_OTHER_SIZES = {"kvzap", "kvzap_threshold", "kvpress_kvzap"}  # whose networks are of another model
-
-
-@table.rows({"h2o"}, without=table.OF_A_BATCH | OF_OTHER_SIZES)
-def test_a_padded_row_is_read_and_decoded_as_it_is_alone(case, hybrid):
-    model, params = hybrid
-    policy = case.make(case.budget, layers=2)
-    more = tokens(NEW, seed=1)
-
-    def run(rows):
-        width = LENGTHS[rows].max()
-        how = {"policy": policy, "lengths": LENGTHS[rows], "max_new_tokens": NEW, "key": KEYS[rows]}
-        logits, state = kvjax.prefill(model, params, tokens()[rows][:, T - width :], **how)
-        each = [logits]
-        for i in range(NEW):
-            logits, state = kvjax.decode_step(model, params, more[rows][:, i], state)
-            each.append(logits)
-        return each, state.others
-
-    both, alone = run(np.arange(B)), run(np.array([1]))
-    close(jax.tree.map(lambda x: x[1:], both), alone, 1e-4)
-
-
-KEYS = jax.random.split(jax.random.key(0), B)
 
 
 def test_a_prompt_read_whole_is_one_read_in_blocks_and_token_by_token(hybrid):

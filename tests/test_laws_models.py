@@ -1,0 +1,88 @@
+"""The law that a padded row is what it is alone, of every method, over models that are no Llama."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import models
+from kvjax.contract import kv_layers, kv_shape
+from kvjax.models.families import from_hugging_face
+from tests import table
+
+T, NEW, LENGTHS = 19, 3, np.array([19, 12])
+KEYS = jax.random.split(jax.random.key(0), len(LENGTHS))
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+}
+MODELS = {
+    "hybrid": {  # gated DeltaNet and attention in turn
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 8,
+    },
+    "beside nothing": {"model_type": "gpt_oss", "sliding_window": 7, "num_local_experts": 4},
+    "latent": {
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 12,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 10,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+@functools.cache
+def made(name):
+    """A random model, its weights large enough for attention to differ between tokens, and norms to differ."""
+    model, draw = models.LanguageModel(from_hugging_face(SIZES | MODELS[name])), np.random.default_rng(3)
+    noise = lambda x: 0.5 * draw.standard_normal(x.shape).astype(x.dtype) if x.ndim == 1 else 0.0
+    return model, jax.tree.map(lambda x: 2 * x + noise(x), jax.jit(model.init)(jax.random.key(3)))
+
+
+def run(name, policy, rows):
+    """Logits behind prompts, padded to the longest of them, and behind each of the tokens that follow."""
+    (model, params), draw = made(name), np.random.default_rng(0)
+    ids, more = (draw.integers(0, 61, (len(LENGTHS), n))[rows] for n in (T, NEW))
+    how = {"policy": policy, "lengths": LENGTHS[rows], "max_new_tokens": NEW, "key": KEYS[rows]}
+    logits, state = kvjax.prefill(model, params, ids[:, T - LENGTHS[rows].max() :], **how)
+    each = [logits]
+    for i in range(NEW):
+        logits, state = kvjax.decode_step(model, params, more[:, i], state)
+        each.append(logits)
+    return np.stack(each)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@table.rows({"h2o"}, without=table.OF_A_BATCH, smoke=table.FEW)
+def test_a_padded_row_is_read_and_decoded_as_it_is_alone(case, name):
+    config = made(name)[0].config
+    held = kv_layers(config)
+    shape = kv_shape(config, held[0])
+    sizes = {"layers": len(held), "width": config.embed_dim, "heads": (4, shape.num_kv_heads, shape.head_dim)}
+    if name == "latent" and case.name in table.NO_LATENT:
+        with pytest.raises(ValueError, match=table.NO_LATENT[case.name]):
+            run(name, case.make(case.budget, **sizes), np.array([1]))
+        return
+    policy = case.make(case.budget, **sizes)
+    both, alone = run(name, policy, np.arange(2)), run(name, policy, np.array([1]))
+    np.testing.assert_allclose(both[:, 1:], alone, atol=1e-4 * max(1.0, np.abs(alone).max()))
