@@ -153,19 +153,34 @@ class Experts(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """The weighted sum of each token's experts."""
         c, flat = self.config, x.reshape(-1, x.shape[-1])
-        weights, chosen = self.route(c, flat)
-        expert = self.networks()
-        # Every token once for each of its experts, in their order, in blocks that have one expert each.
-        n, k = chosen.shape
-        size = block_size(n * k, c.num_experts)
-        place, owner = blocks(chosen.reshape(-1), c.num_experts, size)
-        token = jnp.where(place < n * k, place // k, n)
-        rows = lambda token: flat.at[token].get(mode="fill", fill_value=0)
-        y = lax.map(lambda block: expert(block[0], rows(block[1])), (owner, token))
-        w = weights.reshape(-1).at[place].get(mode="fill", fill_value=0).astype(y.dtype)
-        out = jnp.zeros_like(flat).at[token].add(y * w[..., None], mode="drop")
-        out = out.reshape(x.shape)
+        out = sent(flat, self.route(c, flat), c.num_experts, self.networks()).reshape(x.shape)
         return out + self.shared(x) if c.shared_dim else out
+
+
+def sent(
+    x: Float[Array, "M D"],
+    routed: Routed,
+    num_experts: int,
+    expert: Callable[[Int[Array, ""], Float[Array, "R D"]], Float[Array, "R D"]],
+) -> Float[Array, "M D"]:
+    """The weighted sum of what each row's experts make of it.
+
+    Args:
+      x: the rows.
+      routed: weights and experts of each row.
+      num_experts: E.
+      expert: what an expert, by its number, makes of rows.
+    """
+    # Every row once for each of its experts, in their order, in blocks that have one expert each.
+    weights, chosen = routed
+    n, k = chosen.shape
+    size = block_size(n * k, num_experts)
+    place, owner = blocks(chosen.reshape(-1), num_experts, size)
+    token = jnp.where(place < n * k, place // k, n)
+    rows = lambda token: x.at[token].get(mode="fill", fill_value=0)
+    y = lax.map(lambda block: expert(block[0], rows(block[1])), (owner, token))
+    w = weights.reshape(-1).at[place].get(mode="fill", fill_value=0).astype(y.dtype)
+    return jnp.zeros_like(x).at[token].add(y * w[..., None], mode="drop")
 
 
 class Stack(nn.Module):

@@ -9,6 +9,7 @@ from kvjax.models import (
     deepseek_v3,
     falcon,
     gemma,
+    gemma4,
     glm4,
     glm4_moe,
     gpt2,
@@ -31,7 +32,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.family import Family
 
 _FILES = (llama, smollm3, olmo, lfm2, gemma, glm4, phi3, mixtral, qwen3_moe, glm4_moe, gpt_oss, qwen3_next)
-_FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon, cohere2, deepseek_v3)
+_FILES += (gpt2, gpt_neox, gptj, opt, mpt, stablelm, falcon, cohere2, deepseek_v3, gemma4)
 FAMILIES = (*(file.FAMILY for file in _FILES), qwen3_next.NEXT)
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 _BY_TYPE = {kind: name for family in FAMILIES for name, kind in family.architectures.items()}

@@ -32,6 +32,7 @@ class Tensor:
 
 
 _TEXT = "language_model."
+_OWN_NAMES = {"scale": "weight", "gain": "scale"}  # of parameters here, and of their tensors
 _JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -109,8 +110,8 @@ class Family:
         """The name of a parameter's tensor in a checkpoint."""
         name, _, number = path[0].rpartition("_")
         parts = [f"{name}.{number}" if name == self.layers else path[0], *path[1:]]
-        if parts[-1] == "scale":
-            parts[-1] = "weight"
+        if parts[-1] in _OWN_NAMES:
+            parts[-1] = _OWN_NAMES[parts[-1]]
         elif len(parts) == 1:
             parts.append("weight")
         return ".".join(parts if parts[0] == self.head else [self.prefix, *parts])

@@ -228,12 +228,12 @@ def attended(
     c: DecoderConfig = module.config  # pyrefly: ignore[missing-attribute]
     out_proj = None
     if not module.is_initializing():
-        out_proj = module.variables["params"][out]["weight"].T.reshape(c.num_query_heads, c.head_dim, c.embed_dim)
+        out_proj = module.variables["params"][out]["weight"].T.reshape(*q.shape[1::2], c.embed_dim)
     logits = dataclasses.replace(logits, window=c.window(layer))
     options = {"rotate": c.rotation(layer), "out_proj": out_proj, "hidden": x, "logits": logits}
     y, cache, stats = attend(cache, q, k, v, layer=layer, **options)
     B, _, T, _ = y.shape
-    y = y.transpose(0, 2, 1, 3).reshape(B, T, c.num_query_heads * c.head_dim)
+    y = y.transpose(0, 2, 1, 3).reshape(B, T, -1)
     y = y if gate is None else y * gate
     return dense(c, c.embed_dim, bias, out)(y), cache, stats
 

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.contract import Rotate
 from kvjax.contract.checks import flag, one_of, positive, whole
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 
-_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _YARN = ("factor", "beta_fast", "beta_slow", "truncate", "attention_factor")
 _LONGROPE = ("short_factor", "long_factor", "attention_factor")
@@ -26,7 +26,9 @@ _SECTION = {
     "yarn": _YARN,
     "llama3": _LLAMA3,
     "longrope": _LONGROPE,
+    "proportional": ("factor", "partial_rotary_factor"),
 }
+_OF_ANY_LENGTH = ("default", "linear", "proportional")
 _CONTEXT = ("llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _GROWTH = "llama_4_scaling_beta"
@@ -39,7 +41,7 @@ class Rope:
     Attributes:
       kind: "default"; "linear" position interpolation (arXiv 2306.15595); "dynamic" NTK, whose base grows with the
         sequence; "yarn" (arXiv 2309.00071); "llama3" frequency bands (Llama 3.1); "longrope", a factor for every
-        pair of channels (arXiv 2402.13753).
+        pair of channels (arXiv 2402.13753); "proportional", the fast pairs of all channels alone (Gemma 4).
       theta: the base.
       factor: how much longer than the original context.
       original_max: the original context, in tokens.
@@ -47,6 +49,7 @@ class Rope:
       beta_fast, beta_slow, truncate: yarn's band limits, in rotations over the original context.
       attention_factor: yarn's and longrope's factor on cos and sin.
       short_factor, long_factor: longrope's, for sequences inside the original context and for longer ones.
+      partial_rotary_factor: which part of all pairs turns, for "proportional".
       channels: how many of a head's channels turn, the first ones; all if None.
       interleaved: whether neighbours make the pairs that turn (GPT-J), or channels half of those apart.
       growth: queries at position p are multiplied by `1 + growth * log(1 + floor(p / original_max))` (Llama 4).
@@ -64,6 +67,7 @@ class Rope:
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0
     channels: int | None = None
     interleaved: bool = False
     growth: float = 0.0
@@ -84,7 +88,7 @@ class Rope:
                 "needs one for every pair of channels in both"
             )
         object.__setattr__(self, "original_max", whole("original_max", self.original_max))
-        for name in ("theta", *_LLAMA3, "beta_fast", "beta_slow", "attention_factor"):
+        for name in ("theta", *_LLAMA3, "beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"):
             object.__setattr__(self, name, positive(name, getattr(self, name)))
         object.__setattr__(self, "growth", self.growth and positive("growth", self.growth))
         if self.growth and self.kind in ("dynamic", "longrope"):
@@ -133,15 +137,18 @@ class Rope:
         if kind not in _KINDS:
             raise ValueError(f"rotary scaling {kind!r} is not supported; supported are {_KINDS}")
         shares = [x["partial_rotary_factor"] for x in (section, raw) if x.get("partial_rotary_factor") is not None]
-        if shares and shares[0] != 1 and not partial:
+        if shares and shares[0] != 1 and not partial and kind != "proportional":
             raise ValueError("partial_rotary_factor != 1 is not supported for these architectures")
         theta = positive("rope_theta", section.get("rope_theta", raw.get("rope_theta", 10000.0)))
-        wanted = {"yarn": (), "longrope": _LONGROPE[:2]}.get(kind, _SECTION[kind])
+        wanted = {"yarn": (), "longrope": _LONGROPE[:2], "proportional": ()}.get(kind, _SECTION[kind])
         if missing := [k for k in wanted if k not in section]:
             raise ValueError(f"rotary scaling {kind!r} needs {missing} in config.json; it has {sorted(section)}")
         fields: dict[str, Any] = {"kind": kind, "theta": theta, **{k: section[k] for k in wanted}}
         if kind == "dynamic":
             fields["original_max"] = max_position
+        if kind == "proportional":
+            fields |= {k: section[k] for k in _SECTION[kind] if section.get(k) is not None}
+            head_dim = None
         if shares and shares[0] != 1 and head_dim is not None:
             fields["channels"] = int(head_dim * positive("partial_rotary_factor", shares[0]))
         if grows:
@@ -177,7 +184,7 @@ class Rope:
     def used(self) -> tuple[Any, ...]:
         """The values of the fields that this kind depends on."""
         names = ("kind", "theta", "attention_factor", "channels", "interleaved", "growth", *_SECTION[self.kind])
-        original = () if self.kind in ("default", "linear") and not self.growth else (self.original_max,)
+        original = () if self.kind in _OF_ANY_LENGTH and not self.growth else (self.original_max,)
         return (*(getattr(self, n) for n in names), *original)
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -199,7 +206,7 @@ class Rope:
     @property
     def reach(self) -> int:
         """The tokens that a scaling of the original context makes room for, 0 without one that says so."""
-        return 0 if self.kind in ("default", "linear") else int(self.factor * self.original_max)
+        return 0 if self.kind in _OF_ANY_LENGTH else int(self.factor * self.original_max)
 
     def turning(self, head_dim: int) -> int:
         """How many of a head's channels turn."""
@@ -215,6 +222,8 @@ class Rope:
         base = self.theta**-exponent
         if self.kind == "linear":
             return base / self.factor
+        if self.kind == "proportional":
+            return np.where(np.arange(len(base)) < self.partial_rotary_factor * head_dim // 2, base / self.factor, 0.0)
         if self.kind == "llama3":
             wavelength = 2 * math.pi / base
             smooth = (self.original_max / wavelength - self.low_freq_factor) / (

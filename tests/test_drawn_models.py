@@ -150,6 +150,21 @@ def latent(lite):
     return last
 
 
+def gemma4(draw, raw):
+    """Layers without a window, of which the last is one, have heads of their own; some models have experts beside."""
+    n, own = raw["num_hidden_layers"], draw(FLAG)
+    raw["layer_types"] = [*draw(st.lists(st.sampled_from(LAYERS), min_size=n - 1, max_size=n - 1)), "full_attention"]
+    raw |= {"global_head_dim": draw(st.sampled_from((4, 8, 12))), "attention_k_eq_v": own, "rms_norm_eps": 1.0}
+    raw |= {"num_global_key_value_heads": draw(st.sampled_from((None, 1)))} if own else {}
+    raw |= {"enable_moe_block": True, "moe_intermediate_size": draw(st.integers(5, 30))} if draw(FLAG) else {}
+    if raw.get("enable_moe_block"):
+        raw = experts("num_experts")(draw, raw)
+        raw["top_k_experts"] = raw.pop("num_experts_per_tok")
+    share, local = {"rope_type": "proportional"}, draw(rotation(raw["head_dim"]))
+    share |= {"partial_rotary_factor": draw(st.sampled_from((0.25, 0.5, 1.0))), "rope_theta": 1e4}
+    return raw | {"rope_parameters": {"sliding_attention": local, "full_attention": share}}
+
+
 def ministral3(draw, raw):
     """Queries grow with their position."""
     own = {"llama_4_scaling_beta": draw(st.floats(0.05, 0.5)), "original_max_position_embeddings": draw(WINDOW)}
@@ -214,6 +229,13 @@ DRAWN = {
     "GemmaForCausalLM": Kind({"attention_bias": FLAG}, **WIDE),
     "Gemma2ForCausalLM": Kind(GEMMA | {"attn_logit_softcapping": CAP}, own_heads=True, windows=True),
     "Gemma3ForCausalLM": Kind(GEMMA, own_heads=True, windows=True, rotations=(), last=two_ropes),
+    "Gemma4ForCausalLM": Kind(
+        {"attention_bias": FLAG, "final_logit_softcapping": CAP, "hidden_size_per_layer_input": st.just(0)}
+        | {"sliding_window": st.integers(2, 20)},
+        **WIDE,
+        rotations=(),
+        last=gemma4,
+    ),
     "SmolLM3ForCausalLM": Kind(SLIDING | {"attention_bias": FLAG, "mlp_bias": FLAG}, last=smollm3),
     "Olmo2ForCausalLM": Kind({"attention_bias": FLAG, "hidden_act": ACTS}),
     "Olmo3ForCausalLM": Kind({"attention_bias": FLAG}, windows=True, rotations=(), last=two_ropes),

@@ -35,6 +35,15 @@ MODELS = {
         "linear_value_head_dim": 8,
     },
     "beside nothing": {"model_type": "gpt_oss", "sliding_window": 7, "num_local_experts": 4},
+    "two sizes": {  # of heads, and fewer of them without a window
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 7,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
     "latent": {
         "model_type": "deepseek_v3",
         "kv_lora_rank": 12,

@@ -45,6 +45,7 @@ def test_unsupported_configs(checkpoint, change, message):
         models.load(path)
 
 
+GEMMA4 = {"num_key_value_heads": 2, "hidden_size_per_layer_input": 0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -79,6 +80,25 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
             {"num_key_value_heads": 2, "routed_scaling_factor": 0},
             "routed_scaling_factor=0 must be a positive number",
         ),
+        ("gemma4_text", {}, "hidden_size_per_layer_input=256 is not supported; it must be 0 or None"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported"),
+        (
+            "gemma4_text",
+            GEMMA4 | {"layer_types": ["sliding_attention"] * 2},
+            "the last layer must be of 'full_attention'",
+        ),
+        (
+            "gemma4_text",
+            GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}},
+            "must give all layers of full_attention",
+        ),
+        ("gemma4_text", GEMMA4 | {"global_head_dim": 7}, "global_head_dim=7 is odd"),
+        (
+            "gemma4_text",
+            GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "4 query heads are not a multiple of num_global_key_value_heads=3",
+        ),
+        ("gemma4_text", GEMMA4 | {"enable_moe_block": True}, "num_experts=None must be a whole number"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank=0 must be a whole number from 1"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "channels=7 is odd"),
         ("deepseek_v3", {"n_routed_experts": 12}, "12 experts do not fill n_group=8 groups"),

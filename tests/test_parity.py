@@ -253,6 +253,30 @@ CASES |= {
     ),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {**LATENT, "rms_norm_eps": 1e-3}),
 }
+GEMMA4 = {  # a large epsilon, as logits are products of normalised heads and rounding grows with them
+    "rms_norm_eps": 1.0,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "hidden_size_per_layer_input": 0,
+}
+CASES |= {
+    "gemma4": ("Gemma4ForCausalLM", {**GEMMA4, "attention_bias": True, "final_logit_softcapping": 5.0}),
+    "gemma4_moe": (
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+        },
+    ),
+}
 T, NEW = 21, 6
 
 

@@ -463,7 +463,7 @@ class Engine:
         else:
             prefill_seconds, (logits, state) = None, self._evicted(full)
         checked_logits(logits, state)
-        live = np.asarray(state.num_live.mean((1, 2), dtype=jnp.float32))
+        live = np.mean([kv.num_live.mean(1, dtype=jnp.float32) for kv in state.layers], axis=0)
         fitted = np.minimum(state.num_needed, self._needed()) @ self._slot_bytes
         wanted = [b for b, row in enumerate(prompts) if any(row.example is example for example in shown)]
         positions = [[np.asarray(layer.head_pos[b]) for layer in state.layers] for b in wanted]

@@ -34,6 +34,7 @@ from kvjax.contract import (
     Rotate,
     Stats,
     kv_layers,
+    kv_shape,
 )
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
@@ -336,9 +337,13 @@ def read(
 
     Raises:
       ValueError: prompts and continuations that do not fit together or the model; policies that need the prompt stored,
-        or read again, in different ways.
+        or read again, in different ways; a model whose layers differ in heads.
     """
     check_model(model, params)
+    if len(shapes := {kv_shape(model.config, n) for n in kv_layers(model.config)}) > 1:
+        raise ValueError(
+            f"layers have heads of {len(shapes)} shapes, but an analysis stacks layers; read another model"
+        )
     prompts = check_prompts(model, tokens, lengths)
     after, L = check_rows(model, continuation, None).tokens, len(kv_layers(model.config))
     if len(after) != len(prompts.tokens):

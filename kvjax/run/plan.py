@@ -74,13 +74,19 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
 
     Raises:
       ValueError: tokens that are to stand at their ranks, where the model's positions cannot be changed, or under a
-        policy that writes keys; a policy that writes keys or values, where these are one.
+        policy that writes keys; a policy that writes keys or values, where these are one, or that decides for all
+        layers at once, where they differ in heads.
     """
     each, N = kv_layers(config), config.num_query_heads
     L, shapes = len(each), [kv_shape(config, n) for n in each]
     heads = lambda i: N if policy.at(i, L).layout.by_query_head else shapes[i].num_kv_heads
     window = getattr(config, "window", lambda i: None)
     D = getattr(config, "embed_dim", 0)
+    if policy.joint and len(numbers := sorted({x.num_kv_heads for x in shapes})) > 1:
+        raise ValueError(
+            f"{type(policy).__name__} decides for all layers at once, but the model's have {numbers} kv heads; give a "
+            "policy that decides in each layer by itself"
+        )
     for i in range(L):
         here = policy.at(i, L)
         where = here.layout.positions

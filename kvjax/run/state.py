@@ -154,8 +154,10 @@ class State:
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:
-        """Tokens that each kv head holds."""
-        return jnp.stack([kv.num_live for kv in self.layers], axis=1)
+        """Tokens that each kv head holds; 0 for those that a layer lacks where another has more."""
+        each = [kv.num_live for kv in self.layers]
+        most = max(x.shape[1] for x in each)
+        return jnp.stack([jnp.pad(x, ((0, 0), (0, most - x.shape[1]))) for x in each], axis=1)
 
     @property
     def nbytes(self) -> int:
