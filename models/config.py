@@ -125,6 +125,11 @@ class DecoderConfig:
         del layer
         return True
 
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer reads that holds none; None where it reads no other's."""
+        del layer
+        return None
+
     def own_state(self, layer: int, batch: int) -> Any:
         """What a layer that holds none has instead, before any token: a tree of arrays "B ..."."""
         raise ValueError(f"layer {layer} holds keys and values")

@@ -112,7 +112,7 @@ class LanguageModel:
         typed = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
         if shape != () if typed else (kind, shape) != (jnp.uint32, (2,)):
             raise ValueError(f"key={key!r} is not one key; make it with jax.random.key(seed)")
-        attend = lambda cache, q, k, v, **_: (q[..., : v.shape[-1]], cache, ())
+        attend = lambda cache, q, k, v, **_: (q if v is None else q[..., : v.shape[-1]], cache, ())
         token = jnp.zeros((1, 1), jnp.int32)
         return self._module.init(key, token, token, attend)["params"]
 

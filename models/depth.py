@@ -50,9 +50,11 @@ class Decoder(nn.Module):
 
     def states(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend) -> Float[Array, "B T D"]:
         """The residual stream after all layers and the last norm, of texts that are read at once, without a cache."""
-        x = self.embed(tokens, positions)
+        x, c, caches = self.embed(tokens, positions), self.config, dict[int | None, Any]()
         for i, block in enumerate(self.blocks):
-            x, _, _ = block(x, None, layer=i, attend=attend if self.config.holds_kv(i) else Positions(positions))
+            source = c.kv_source(i)
+            attends = c.holds_kv(i) or source is not None
+            x, caches[i], _ = block(x, caches.get(source), layer=i, attend=attend if attends else Positions(positions))
         return self.norm(x)
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

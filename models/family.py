@@ -63,6 +63,7 @@ class Family:
       further: whether files may hold layers behind the last one, or `mtp`, which predict further ahead: not read.
       swapped: parameters of experts whose last two axes are stored the other way round.
       packed: whether experts may be stored in 4 bits (MXFP4).
+      unread: prefixes of stored tensors, within layers, that a config makes no parameters of.
       float32: endings of stored tensors that are in float32 whatever the dtype of the others.
     """
 
@@ -83,6 +84,7 @@ class Family:
     swapped: tuple[str, ...] = ()
     packed: bool = False
     float32: tuple[str, ...] = ()
+    unread: Callable[[Any], tuple[str, ...]] = lambda config: ()
 
     def tensors(self, path: tuple[str, ...], shape: tuple[int, ...]) -> list["Tensor"]:
         """Where a parameter of this shape is stored: as one tensor, or as several parts."""

@@ -1,14 +1,17 @@
-"""Gemma 4 (text): heads of two sizes, values that are keys before their norm, experts beside the dense network."""
+"""Gemma 4 (text): heads of two sizes, values that are keys before their norm, experts beside the dense network.
+
+Small sizes have a vector of each token for every layer, and last layers that read the keys and values of earlier ones.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.contract import KVShape
 from kvjax.contract.checks import whole
@@ -30,7 +33,7 @@ from kvjax.models.config import (
 from kvjax.models.experts import ExpertsConfig, Routed, sent
 from kvjax.models.family import Family
 from kvjax.models.gemma import Gemma
-from kvjax.models.parts import Attend, GatedMLP, RMSNorm, activation, attended, dense, product
+from kvjax.models.parts import Attend, GatedMLP, RMSNorm, activation, attended, dense, embedded, embedding, product
 from kvjax.pallas_kernels import Logits
 
 
@@ -42,17 +45,39 @@ class Gemma4Config(LocalRope, ExpertsConfig):
       full_kv_heads, full_head_dim: those of the other layers.
       keys_as_values: whether the other layers' values are their keys, normalised without a scale and not turned.
       final_cap: soft cap on logits of tokens; None for none.
+      sharing_layers: how many last layers read the keys and values of the last layer of their kind before them.
+      wide_sharing: whether these layers' networks are twice as wide.
+      layer_dim: P, channels that a token has for each layer; 0 for none.
+      layer_vocab_size: rows of the table of these.
     """
 
     full_kv_heads: int = 1
     full_head_dim: int = 2
     keys_as_values: bool = False
     final_cap: float | None = None
+    sharing_layers: int = 0
+    wide_sharing: bool = False
+    layer_dim: int = 0
+    layer_vocab_size: int = 1
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("sharing_layers", "layer_dim"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least=0))
+        object.__setattr__(self, "layer_vocab_size", whole("layer_vocab_size", self.layer_vocab_size))
+        first = self.num_layers - self.sharing_layers
+        if first < 1 or not {*self.windows[first:]} <= {*self.windows[:first]}:
+            raise ValueError(
+                f"num_kv_shared_layers={self.sharing_layers} of {self.num_layers} layers leaves none of each kind that "
+                "holds keys and values; lower it"
+            )
         for name in ("full_kv_heads", "full_head_dim"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if self.layer_dim and self.layer_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"vocab_size_per_layer_input={self.layer_vocab_size} is less than vocab_size={self.vocab_size}; every "
+                "token has a row"
+            )
         if self.num_query_heads % self.full_kv_heads:
             raise ValueError(
                 f"{self.num_query_heads} query heads are not a multiple of num_global_key_value_heads="
@@ -60,6 +85,25 @@ class Gemma4Config(LocalRope, ExpertsConfig):
             )
         if self.full_head_dim % 2:
             raise ValueError(f"global_head_dim={self.full_head_dim} is odd; rotary embeddings turn pairs of channels")
+
+    def kv_source(self, layer: int) -> int | None:
+        """For one of the last layers, the last one of its kind before them."""
+        first = self.num_layers - self.sharing_layers
+        before = [i for i in range(first) if self.window(i) == self.window(layer)]
+        return None if layer < first else before[-1]
+
+    def holds_kv(self, layer: int) -> bool:
+        """Whether a layer does not read another's."""
+        return layer < self.num_layers - self.sharing_layers
+
+    def own_state(self, layer: int, batch: int) -> Any:
+        """Nothing, for layers that read another's."""
+        del layer, batch
+        return ()
+
+    def kind(self, layer: int) -> Hashable:
+        """Layers that read another's are of another kind."""
+        return super().kind(layer), self.holds_kv(layer)
 
     @property
     def sparse(self) -> bool:
@@ -95,10 +139,12 @@ class Attention(nn.Module):
             y = dense(c, number * shape.head_dim, c.qkv_bias, name)(x)
             return y.reshape(*x.shape[:2], number, shape.head_dim).transpose(0, 2, 1, 3)
 
-        q, k = heads("q_proj", c.num_query_heads), heads("k_proj", shape.num_kv_heads)
-        as_keys = c.keys_as_values and c.window(layer) is None
-        v = normalised(c, k if as_keys else heads("v_proj", shape.num_kv_heads))
-        q, k = RMSNorm(c, 0.0, name="q_norm")(q), RMSNorm(c, 0.0, name="k_norm")(k)
+        q, k, v = RMSNorm(c, 0.0, name="q_norm")(heads("q_proj", c.num_query_heads)), None, None
+        if c.holds_kv(layer):
+            k = heads("k_proj", shape.num_kv_heads)
+            as_keys = c.keys_as_values and c.window(layer) is None
+            v = normalised(c, k if as_keys else heads("v_proj", shape.num_kv_heads))
+            k = RMSNorm(c, 0.0, name="k_norm")(k)
         how = {"attend": attend, "layer": layer, "logits": Logits(1.0)}
         return attended(self, x, q, k, v, cache, out="o_proj", bias=c.out_bias, **how)
 
@@ -135,7 +181,7 @@ class Stack(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer."""
+    """One decoder layer. Behind the residual stream's channels stand those that it and later layers have of a token."""
 
     config: Gemma4Config
 
@@ -146,10 +192,12 @@ class Block(nn.Module):
         """Residual stream, cache and measurements after the layer."""
         c = self.config
         norm = lambda name: RMSNorm(c, 0.0, name=name)
+        x, own, later = jnp.split(x, [c.embed_dim, c.embed_dim + c.layer_dim], axis=-1)
         y = norm("input_layernorm")(x)
         y, cache, stats = Attention(c, name="self_attn")(y, cache, layer=layer, attend=attend)
         x = x + norm("post_attention_layernorm")(y)
-        y = GatedMLP(c, name="mlp")(norm("pre_feedforward_layernorm")(x))
+        width = c.mlp_dim * (2 if c.wide_sharing and not c.holds_kv(layer) else 1)
+        y = GatedMLP(c, width=width, name="mlp")(norm("pre_feedforward_layernorm")(x))
         if c.sparse:
             flat = x.reshape(-1, c.embed_dim)
             routed = Router(c, name="router")(flat)
@@ -162,8 +210,20 @@ class Block(nn.Module):
             z = sent(norm("pre_feedforward_layernorm_2")(flat), routed, c.num_experts, expert).reshape(x.shape)
             y = norm("post_feedforward_layernorm_1")(y) + norm("post_feedforward_layernorm_2")(z)
         x = x + norm("post_feedforward_layernorm")(y)
+        if c.layer_dim:
+            y = activation(c, dense(c, c.layer_dim, False, "per_layer_input_gate")(x)) * own
+            x = x + norm("post_per_layer_input_norm")(dense(c, c.embed_dim, False, "per_layer_projection")(y))
         factor = self.param("layer_scalar", nn.initializers.ones, (1,), jnp.dtype(c.dtype))
-        return x * jnp.broadcast_to(factor, x.shape), cache, stats
+        x = x * jnp.broadcast_to(factor, x.shape)
+        return jnp.concatenate([x, later, own], -1) if c.layer_dim else x, cache, stats
+
+
+class LastNorm(RMSNorm):
+    """The norm of the residual stream's own channels."""
+
+    def __call__(self, x: Float[Array, "*B _"]) -> Float[Array, "*B D"]:
+        """Normalises the first D channels."""
+        return super().__call__(x[..., : self.config.embed_dim])
 
 
 class Gemma4(Gemma):
@@ -177,7 +237,28 @@ class Gemma4(Gemma):
     @nn.nowrap
     def last_norm(self) -> nn.Module:
         """The norm after the last layer."""
-        return RMSNorm(self.config, 0.0, name="norm")
+        return LastNorm(self.config, 0.0, name="norm")
+
+    def setup(self):
+        """Makes the parts, those of the channels of each layer among them."""
+        super().setup()
+        c = self.config
+        if c.layer_dim:
+            width = c.num_layers * c.layer_dim
+            self.layer_table = embedding(self, "embed_tokens_per_layer", c.layer_vocab_size, width)
+            self.to_layers = dense(c, width, False, "per_layer_model_projection")
+            self.layer_norm = RMSNorm(c, 0.0, name="per_layer_projection_norm")
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T _"]:
+        """Vectors of tokens, scaled; behind them what a token has for every layer."""
+        x, c = super().embed(tokens, positions), self.config
+        if not c.layer_dim:
+            return x
+        factor = lambda y, n: y * jnp.asarray(n, y.dtype)
+        own = factor(embedded(self.layer_table, tokens), c.layer_dim**0.5)
+        made = factor(self.to_layers(x), c.embed_dim**-0.5).reshape(*x.shape[:2], c.num_layers, c.layer_dim)
+        made = self.layer_norm(made).reshape(own.shape)
+        return jnp.concatenate([x, factor(made + own, 2**-0.5)], -1)
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -218,6 +299,10 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "experts_per_token": number("top_k_experts"),
         "expert_dim": number("moe_intermediate_size"),
         "dense_layers": () if sparse else tuple(range(layers)),
+        "sharing_layers": whole("num_kv_shared_layers", raw.get("num_kv_shared_layers") or 0, least=0),
+        "wide_sharing": read_flag(raw, "use_double_wide_mlp"),
+        "layer_dim": whole("hidden_size_per_layer_input", raw["hidden_size_per_layer_input"] or 0, least=0),
+        "layer_vocab_size": whole("vocab_size_per_layer_input", raw["vocab_size_per_layer_input"]),
     }
 
 
@@ -237,7 +322,10 @@ def _write(config: Gemma4Config) -> dict[str, Any]:
         "final_logit_softcapping": config.final_cap,
         "enable_moe_block": config.sparse,
         **(sparse if config.sparse else {}),
-        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": config.sharing_layers,
+        "use_double_wide_mlp": config.wide_sharing,
+        "hidden_size_per_layer_input": config.layer_dim,
+        "vocab_size_per_layer_input": config.layer_vocab_size,
         "pad_token_id": None,
     }
 
@@ -252,14 +340,19 @@ _DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": True,
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
-_ONLY = {
-    "num_kv_shared_layers": (0,),
-    "hidden_size_per_layer_input": (0, None),
-    "use_bidirectional_attention": (None, "vision"),
-}
-FAMILY = Family({"Gemma4ForCausalLM": "gemma4_text"}, Gemma4Config, Gemma4, _read, _write)
+_ONLY = {"use_bidirectional_attention": (None, "vision")}
+
+
+def _unread(config: Gemma4Config) -> tuple[str, ...]:
+    """Keys and values of layers that read others', which files hold all the same."""
+    layers = (i for i in range(config.num_layers) if not config.holds_kv(i))
+    return tuple(f"model.layers.{i}.self_attn.{name}" for i in layers for name in ("k_", "v_"))
+
+
+FAMILY = Family({"Gemma4ForCausalLM": "gemma4_text"}, Gemma4Config, Gemma4, _read, _write, unread=_unread)

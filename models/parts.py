@@ -202,8 +202,8 @@ def attended(
     module: nn.Module,
     x: Float[Array, "B T D"],
     q: Float[Array, "B N T H"],
-    k: Float[Array, "B K T H"],
-    v: Float[Array, "B K T H"],
+    k: Float[Array, "B K T H"] | None,
+    v: Float[Array, "B K T H"] | None,
     cache: Any,
     *,
     attend: Attend,
@@ -218,7 +218,7 @@ def attended(
     Args:
       module: the attention in whose compact method this is called; its `config` has the sizes.
       x: what the module reads, for policies that look at hidden states.
-      q, k, v: heads before rotation.
+      q, k, v: heads before rotation; None for keys and values of an earlier layer.
       cache, attend, layer: as the module was given them.
       out: the name of the output projection.
       bias: whether it has one.
@@ -231,7 +231,7 @@ def attended(
         out_proj = module.variables["params"][out]["weight"].T.reshape(*q.shape[1::2], c.embed_dim)
     logits = dataclasses.replace(logits, window=c.window(layer))
     options = {"rotate": c.rotation(layer), "out_proj": out_proj, "hidden": x, "logits": logits}
-    y, cache, stats = attend(cache, q, k, v, layer=layer, **options)
+    y, cache, stats = attend(cache, q, k, v, layer=layer, **options)  # pyrefly: ignore[bad-argument-type]
     B, _, T, _ = y.shape
     y = y.transpose(0, 2, 1, 3).reshape(B, T, -1)
     y = y if gate is None else y * gate

@@ -106,6 +106,8 @@ def load(
     if family.further:
         ahead = lambda n: n.startswith("mtp.") or (_layer(n) or 0) >= config.num_layers
         tensors = {n: t for n, t in tensors.items() if not ahead(n)}
+    if unread := family.unread(config):
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(unread)}
     if dtype == _AUTO:
         kept = {n: t.dtype for n, t in tensors.items() if t.dtype and not n.endswith(family.ignored + family.float32)}
         config = dataclasses.replace(config, dtype=_stored_dtype(path, kept))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import decode_step, feed, methods, models, prefill
-from kvjax.contract import kv_layers
+from kvjax.contract import kv_layers, kv_sources
 from kvjax.models.families import from_hugging_face
 from kvjax.run.layers import without_cache
 from tests.marks import marks
@@ -264,6 +264,18 @@ GEMMA4 = {  # a large epsilon, as logits are products of normalised heads and ro
 }
 CASES |= {
     "gemma4": ("Gemma4ForCausalLM", {**GEMMA4, "attention_bias": True, "final_logit_softcapping": 5.0}),
+    "gemma4_sharing": (
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + 2 * ["full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 99,
+        },
+    ),
     "gemma4_moe": (
         "Gemma4ForCausalLM",
         {
@@ -490,9 +502,11 @@ def check_hidden_are_evicted(theirs, model, params, policy, ids, within=1e-5):
 
     theirs.set_attn_implementation("eager")
     places = [m for name, m in theirs.named_modules() if name.rpartition(".")[2] in ATTENTIONS]
-    assert len(places) == L
+    sources = kv_sources(model.config)
+    of = [*range(L), *sources.values()] if sources else [*range(L)]  # the cache that each reads; those without are last
+    assert len(places) == len(of)
     hidden = [None] * L
-    for layer, place in enumerate(places):
+    for layer, place in zip(of, places, strict=True):
 
         def hide(module, args, kwargs, layer=layer):
             here = hidden[layer]
@@ -502,7 +516,7 @@ def check_hidden_are_evicted(theirs, model, params, policy, ids, within=1e-5):
             return args, {**kwargs, "attention_mask": mask}
 
         place.register_forward_pre_hook(hide, with_kwargs=True)
-    hybrid = model.config.num_layers > L  # with a config, layers with a window hold no more
+    hybrid = model.config.num_layers > L and not sources  # with a config, layers with a window hold no more
     cache = transformers.DynamicCache(config=theirs.config) if hybrid else transformers.DynamicCache()
     with torch.no_grad():
         hidden[:] = [torch.zeros(())] * L

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 import kvjax
-from kvjax.contract import EMPTY, Positions, kv_layers
+from kvjax.contract import EMPTY, Positions, kv_layers, kv_sources
 from kvjax.generation.loop import Decoding, decode_tokens
 from kvjax.run.layers import without_cache
 
@@ -86,8 +86,10 @@ def score_whole(
     T = tokens.shape[1]
     pos = jnp.maximum(jnp.arange(T)[None] - (T - lengths)[:, None], EMPTY)
     outer, layers = model.parts(params)
-    x, held = model.embed(outer, tokens, pos), kv_layers(model.config)
-    attends = [without_cache(pos) if i in held else Positions(pos) for i in range(len(layers))]
-    for i, layer, attend in zip(model.alike, layers, attends, strict=True):
-        x, *_ = model.block(i, layer, x, None, attend)
+    x, held, sources = model.embed(outer, tokens, pos), kv_layers(model.config), kv_sources(model.config)
+    attends = [without_cache(pos) if i in held or i in sources else Positions(pos) for i in range(len(layers))]
+    caches = dict[int, Any]()
+    for n, (layer, attend) in enumerate(zip(layers, attends, strict=True)):
+        cache = caches[held[sources[n]]] if n in sources else None
+        x, caches[n], _ = model.block(model.alike[n], layer, x, cache, attend)
     return judged(model.head(outer, x), following)

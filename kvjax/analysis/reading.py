@@ -35,6 +35,7 @@ from kvjax.contract import (
     Stats,
     kv_layers,
     kv_shape,
+    kv_sources,
 )
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
@@ -340,6 +341,8 @@ def read(
         or read again, in different ways; a model whose layers differ in heads.
     """
     check_model(model, params)
+    if kv_sources(model.config):
+        raise ValueError("layers of the model read other layers' keys and values, which no analysis follows")
     if len(shapes := {kv_shape(model.config, n) for n in kv_layers(model.config)}) > 1:
         raise ValueError(
             f"layers have heads of {len(shapes)} shapes, but an analysis stacks layers; read another model"

@@ -12,6 +12,7 @@ from kvjax.contract.model import Positions as Positions
 from kvjax.contract.model import Tokenizer as Tokenizer
 from kvjax.contract.model import kv_layers as kv_layers
 from kvjax.contract.model import kv_shape as kv_shape
+from kvjax.contract.model import kv_sources as kv_sources
 from kvjax.contract.policy import Heads as Heads
 from kvjax.contract.policy import Part as Part
 from kvjax.contract.policy import Policy as Policy

@@ -18,7 +18,8 @@ class Config(Protocol):
     Where a configuration also has `window(layer)`, `embed_dim`, `max_position`, `learned_positions`,
     `additive_rotation`, `eos_ids` and others of `kvjax.models.ModelConfig`, these are used, too. Where some layers hold
     no keys and values, `holds_kv(layer)` says which do, and `own_state(layer, batch)` what the others hold. Layers may
-    differ in what they store of a token, and values be channels of keys: `kv_shape(layer)` says so.
+    differ in what they store of a token, and values be channels of keys: `kv_shape(layer)` says so. A layer that holds
+    none may read those of an earlier one: `kv_source(layer)` says which, or None.
 
     Attributes:
       vocab_size: V, tokens.
@@ -63,6 +64,13 @@ def kv_layers(config: Config) -> tuple[int, ...]:
     return tuple(i for i in range(config.num_layers) if holds(i))
 
 
+def kv_sources(config: Config) -> dict[int, int]:
+    """For every layer that reads the keys and values of an earlier one, the place of that among `kv_layers`."""
+    source, held = getattr(config, "kv_source", lambda layer: None), kv_layers(config)
+    found = {n: source(n) for n in range(config.num_layers)}
+    return {n: held.index(of) for n, of in found.items() if of is not None}
+
+
 def kv_shape(config: Config, layer: int) -> KVShape:
     """What a layer stores of a token: the same in all layers, where the configuration has no `kv_shape`."""
     usual = lambda layer: KVShape(config.num_kv_heads, config.head_dim)
@@ -91,7 +99,8 @@ class Attend(Protocol):
 
         Args:
           cache: what the layer was given.
-          q, k, v: of the new tokens, before rotation. Values have as many channels as keys, or are their last ones,
+          q, k, v: of the new tokens, before rotation. A layer that reads an earlier one's gives None for the last two.
+            Values have as many channels as keys, or are their last ones,
             which do not turn (`KVShape.latent`).
           layer: what the layer was given.
           rotate: the rotary embedding, called with vectors "B K T H" and their positions; `lambda x, pos: x` for none.

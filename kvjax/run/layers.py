@@ -25,6 +25,7 @@ from kvjax.contract import (
     Rotate,
     Stats,
     kv_layers,
+    kv_sources,
     turned_queries,
     unique,
 )
@@ -51,6 +52,7 @@ class Attend:
       evict: whether the policy decides.
       grow: whether new tokens get new slots, as while a prompt is read; otherwise they take dead ones.
       gives: whether what was observed is returned.
+      stores: whether the layer has keys and values; otherwise it reads those of an earlier one, under its policy.
     """
 
     ctx: Context
@@ -60,20 +62,21 @@ class Attend:
     evict: bool = static(default=True)
     grow: bool = static(default=True)
     gives: bool = static(default=False)
+    stores: bool = static(default=True)
 
     def __call__(
         self,
         kv: Storage,
         q: Float[Array, "B N T H"],
-        k: Float[Array, "B _ T H"],
-        v: Float[Array, "B _ T H"],
+        k: Float[Array, "B _ T H"] | None,
+        v: Float[Array, "B _ T V"] | None,
         *,
         layer: int,
         rotate: Rotate,
-        out_proj: Float[Array, "N H D"] | None = None,
+        out_proj: Float[Array, "N V D"] | None = None,
         hidden: Float[Array, "B T D"] | None = None,
         logits: Logits = Logits(),
-    ) -> tuple[Float[Array, "B N T H"], Storage, tuple[Stats, tuple[Bool[Array, "B K"], ...]]]:
+    ) -> tuple[Float[Array, "B N T V"], Storage, tuple[Stats, tuple[Bool[Array, "B K"], ...]]]:
         """Returns the attention output, the cache after, and (statistics if `gives`, which heads lost tokens).
 
         Args:
@@ -87,13 +90,14 @@ class Attend:
         del layer
         policy, pos, K = self.policy, self.pos, kv.fault.shape[1]
         ctx = dataclasses.replace(self.ctx, window=logits.window)
-        k, v = (jnp.repeat(x, K // k.shape[1], axis=1) for x in (k, v))
         G, by_rank, raw_q = q.shape[1] // K, kv.how.positions == "rank", q
         if (of_text := getattr(rotate, "of_text", None)) is not None:  # a block of a prompt turns as the whole prompt
             rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
-        k = k if by_rank else rotate(k, pos[:, None])
-        slots = None if self.grow else kv.free(pos)
-        kv = kv.append(k, v, pos, slots)
+        slots = None
+        if k is not None and v is not None:
+            k, v = (jnp.repeat(x, K // x.shape[1], axis=1) for x in (k, v))
+            slots = None if self.grow else kv.free(pos)
+            kv = kv.append(k if by_rank else rotate(k, pos[:, None]), v, pos, slots)
         seen = dataclasses.replace(ctx, hparams=(), params=())
 
         def inputs(kv: Storage) -> AttentionInputs:
@@ -104,7 +108,7 @@ class Attend:
             return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, *more)
 
         at, view = inputs(kv), kv.told(rotate)
-        if (entered := policy.enter(view, at, ctx)) is not view:
+        if self.stores and (entered := policy.enter(view, at, ctx)) is not view:
             kv = kv.put(view, entered)
             at = inputs(kv)
         found = Stats((o, o(at)) for o in self.observe)
@@ -133,6 +137,8 @@ def in_turn(model: Model, held: Sequence[Any], others: Sequence[Any]) -> list[An
 def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
     """Attention among T tokens without a cache, for layers to call in training. Differentiable.
 
+    What it returns for a cache are the layer's keys and values, which layers that read them are given for theirs.
+
     Args:
       pos: positions, `EMPTY` for padding.
     """
@@ -140,16 +146,17 @@ def without_cache(pos: Int[Array, "B T"]) -> Callable[..., Any]:
     def attend(
         cache: Any,
         q: Float[Array, "B N T H"],
-        k: Float[Array, "B K T H"],
-        v: Float[Array, "B K T H"],
+        k: Float[Array, "B K T H"] | None,
+        v: Float[Array, "B K T V"] | None,
         *,
         rotate: Rotate,
         logits: Logits = Logits(),
         **_: Any,
-    ) -> tuple[Float[Array, "B N T H"], Any, tuple[()]]:
+    ) -> tuple[Float[Array, "B N T V"], Any, tuple[()]]:
+        k, v = cache if k is None or v is None else (rotate(k, pos[:, None]), v)
         places = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        q, k = turned_queries(rotate, q, pos[:, None]), rotate(k, pos[:, None])
-        return attention(q, k, v, pos, places, logits=logits).out, cache, ()
+        q = turned_queries(rotate, q, pos[:, None])
+        return attention(q, k, v, pos, places, logits=logits).out, (k, v), ()
 
     return attend
 
@@ -251,7 +258,8 @@ def step(
       every: logits after every column.
       after_layer: called when a layer has been compiled and started, as a bar of progress is.
     """
-    plan, joint, grow = state.plan, state.plan.policy.joint, not state.ready
+    plan, grow, sources = state.plan, not state.ready, kv_sources(model.config)
+    joint = plan.policy.joint or bool(sources)  # decisions follow when all layers have read
     phase: Phase = "decode" if tokens.shape[1] == 1 and not grow else "prefill"
     outer, each = model.parts(params)
     if (mesh := state.layers[0].how.mesh) is not None:
@@ -268,18 +276,21 @@ def step(
 
     held = kv_layers(model.config)
     kinds, slots = [(model.alike[n], policy) for n, policy in zip(held, plan.layers, strict=True)], plan.capacities
-    shares = grow and isinstance(x, jax.core.Tracer)
+    shares, now = grow and isinstance(x, jax.core.Tracer) and not sources, dict[int, Storage]()
     if grow and not any(policy.layout.pool for policy in plan.layers):  # all sizes share a program, and are cut after
         slots = tuple(max(n for n, other in zip(slots, kinds, strict=True) if other == kind) for kind in kinds)
 
     def layer(n: int, x: Array, params: PyTree, here: tuple[Any, Any]) -> tuple[Array, PyTree]:
         kv, attend = here
+        if n in sources:
+            return layer_step(model, model.alike[n], params, x, now[sources[n]], attend)[0], kv
         if n not in held:
             return layer_step(model, model.alike[n], params, x, kv, attend)[:2]
         i, compacts = held.index(n), at_once and grow
         x, kv, (found, lost) = layer_step(
             model, model.alike[n], params, x, kv, attend, slots[i] if compacts else None, ends or not compacts
         )
+        now[i] = kv
         if compacts and not shares and slots[i] != plan.capacities[i]:
             kv, full = compacted(kv, attend.ctx, policy=attend.policy, capacity=plan.capacities[i], ends=ends)
             lost = (lost[0] | full[:, None],)
@@ -287,7 +298,12 @@ def step(
 
     apart = [n for n in range(len(each)) if n not in held]
     shared = in_turn(model, [*zip(kinds, slots, strict=True)], [model.alike[n] for n in apart]) if shares else None
-    every_layer = in_turn(model, inputs, [(own, Positions(pos)) for own in state.others])
+    others = []
+    for n, own in zip(apart, state.others, strict=True):
+        i = sources.get(n)
+        reads = None if i is None else dataclasses.replace(inputs[i][1], observe=(), evict=False, stores=False)
+        others.append((own, Positions(pos) if reads is None else reads))
+    every_layer = in_turn(model, inputs, others)
     x, done = each_layer(layer, x, each, every_layer, kinds=shared, after_layer=after_layer)
     layers, seen, lost = zip(*(done[n] for n in held), strict=True)
     others = tuple(done[n] for n in apart)

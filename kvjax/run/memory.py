@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from kvjax.contract import Amount, Config, LayerInfo, Policy, Size, Stats
+from kvjax.contract import Amount, Config, LayerInfo, Policy, Size, Stats, kv_sources
 from kvjax.pallas_kernels.xla import head_block_size
 from kvjax.run.checks import check_block
 from kvjax.run.layers import Attend
@@ -206,7 +206,7 @@ def _reading(
         attention = width(2 * N * info.head_dim) + observed + max(logits, scratch)
         return {"cache": cache, "attention": attention, "feed_forward": width(3 * M)}
 
-    together = _bytes((grown, seen)) if plan.policy.joint or plan.again else 0
+    together = _bytes((grown, seen)) if plan.policy.joint or plan.again or kv_sources(config) else 0
     passes = []
     for kv, found, info in zip(grown, seen, plan.infos, strict=True):
         slots, cache = kv.pos.shape[-1], _bytes(kv)

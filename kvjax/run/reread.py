@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, Model, Positions, Rotate, Stats, turned_queries
+from kvjax.contract import EMPTY, Model, Positions, Rotate, Stats, kv_sources, turned_queries
 from kvjax.observe import Queries, Reread
 from kvjax.pallas_kernels import Logits
 from kvjax.pallas_kernels.columns import accumulator
@@ -34,6 +34,8 @@ def check_rereads(model: Model, plan: Plan, known: bool) -> None:
             "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
             "of jit"
         )
+    if kv_sources(model.config):
+        raise ValueError("the policy reads prompts again, but layers of the model read other layers' keys and values")
     width, config = plan.infos[0].prompt_len, model.config
     for how in plan.again:
         check_ids(model, (*how.repeat, *how.repeat_next, *how.suffix))
