@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.budgets import known
-from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, Size, Slots, turned_queries, value
+from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, LayerInfo, Size, Slots, turned_queries, value
 from kvjax.contract.values import A_COUNT
 from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
 from kvjax.pallas_kernels.columns import accumulator
@@ -156,6 +156,9 @@ class FutureQueries:
 
     horizon: Size = 512
     skip: Amount = 4
+
+    def check(self, info: LayerInfo) -> None:
+        """Refuses a layer of other sizes than what is known beforehand, if anything is."""
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         q = inputs.raw_q.astype(jnp.float32)

@@ -90,6 +90,8 @@ PRESETS: Final[dict[str, Preset]] = {
     "glm-4-9b": Preset("zai-org/GLM-4-9B-0414"),
     "glm-4.5-air": Preset("zai-org/GLM-4.5-Air"),
     "glm-4.7-flash": Preset("zai-org/GLM-4.7-Flash"),
+    "gemma-4-e2b-it": Preset("google/gemma-4-E2B-it"),
+    "gemma-4-e4b-it": Preset("google/gemma-4-E4B-it"),
     "gemma-4-31b-it": Preset("google/gemma-4-31B-it"),
     "gemma-4-26b-a4b-it": Preset("google/gemma-4-26B-A4B-it"),
     "deepseek-v3": Preset("deepseek-ai/DeepSeek-V3"),

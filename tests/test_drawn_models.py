@@ -153,7 +153,14 @@ def latent(lite):
 def gemma4(draw, raw):
     """Layers without a window, of which the last is one, have heads of their own; some models have experts beside."""
     n, own = raw["num_hidden_layers"], draw(FLAG)
+    if n == 3 and draw(FLAG):
+        raw |= {"num_hidden_layers": (n := 4), "num_kv_shared_layers": 1, "use_double_wide_mlp": draw(FLAG)}
+    shares = "num_kv_shared_layers" in raw  # theirs needs vectors for each layer then
+    raw["hidden_size_per_layer_input"] = 3 if shares else draw(st.sampled_from((0, 3)))
+    raw["vocab_size_per_layer_input"] = raw["vocab_size"]
     raw["layer_types"] = [*draw(st.lists(st.sampled_from(LAYERS), min_size=n - 1, max_size=n - 1)), "full_attention"]
+    if shares:
+        raw["layer_types"][0] = "full_attention"
     raw |= {"global_head_dim": draw(st.sampled_from((4, 8, 12))), "attention_k_eq_v": own, "rms_norm_eps": 1.0}
     raw |= {"num_global_key_value_heads": draw(st.sampled_from((None, 1)))} if own else {}
     raw |= {"enable_moe_block": True, "moe_intermediate_size": draw(st.integers(5, 30))} if draw(FLAG) else {}
@@ -230,8 +237,7 @@ DRAWN = {
     "Gemma2ForCausalLM": Kind(GEMMA | {"attn_logit_softcapping": CAP}, own_heads=True, windows=True),
     "Gemma3ForCausalLM": Kind(GEMMA, own_heads=True, windows=True, rotations=(), last=two_ropes),
     "Gemma4ForCausalLM": Kind(
-        {"attention_bias": FLAG, "final_logit_softcapping": CAP, "hidden_size_per_layer_input": st.just(0)}
-        | {"sliding_window": st.integers(2, 20)},
+        {"attention_bias": FLAG, "final_logit_softcapping": CAP, "sliding_window": st.integers(2, 20)},
         **WIDE,
         rotations=(),
         last=gemma4,

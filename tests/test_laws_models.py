@@ -11,6 +11,7 @@ from kvjax import models
 from kvjax.contract import kv_layers, kv_shape
 from kvjax.models.families import from_hugging_face
 from tests import table
+from tests.marks import slow_but
 
 T, NEW, LENGTHS = 19, 3, np.array([19, 12])
 KEYS = jax.random.split(jax.random.key(0), len(LENGTHS))
@@ -43,6 +44,16 @@ MODELS = {
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
+    },
+    "sharing": {  # the last layers read the keys and values of the first ones
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 7,
+        "global_head_dim": 8,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 5,
+        "vocab_size_per_layer_input": 61,
     },
     "latent": {
         "model_type": "deepseek_v3",
@@ -81,7 +92,7 @@ def run(name, policy, rows):
     return np.stack(each)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "latent"))
 @table.rows({"h2o"}, without=table.OF_A_BATCH, smoke=table.FEW)
 def test_a_padded_row_is_read_and_decoded_as_it_is_alone(case, name):
     config = made(name)[0].config

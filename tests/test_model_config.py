@@ -80,8 +80,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
             {"num_key_value_heads": 2, "routed_scaling_factor": 0},
             "routed_scaling_factor=0 must be a positive number",
         ),
-        ("gemma4_text", {}, "hidden_size_per_layer_input=256 is not supported; it must be 0 or None"),
-        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 is not supported"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 3}, "vocab_size_per_layer_input=3 is less than vocab_size="),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers=1 of 2 layers leaves none of each kind"),
         (
             "gemma4_text",
             GEMMA4 | {"layer_types": ["sliding_attention"] * 2},

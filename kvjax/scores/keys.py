@@ -179,6 +179,10 @@ class Expected(Score):
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self.queries, KeyBias()) if phase == "prefill" else ()
 
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> tuple[()]:
+        self.queries.check(info)
+        return ()
+
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         kv, (mean, cov), bias = slots.kv, slots.stats[self.queries], slots.stats[KeyBias()]
         (B, N, H), K, k = mean.shape, kv.pos.shape[1], kv.k.astype(jnp.float32)

@@ -130,6 +130,14 @@ class KnownQueries(FutureQueries):
 
     moments: FrozenArrays = dataclasses.field(kw_only=True)
 
+    def check(self, info: LayerInfo) -> None:
+        there, here = self.moments["mean"].shape, (info.num_layers, info.num_query_heads, info.head_dim)
+        if there != here:
+            raise ValueError(
+                f"moments have the shape {there}, but the model has {here} (layers, query heads, head_dim); give this "
+                "model's"
+            )
+
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         mean, cov = (jnp.asarray(self.moments[n])[inputs.ctx.layer][None] for n in ("mean", "covariance"))
         each = lambda x: jnp.broadcast_to(x, (len(inputs.q), *x.shape[1:]))
