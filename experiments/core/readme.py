@@ -9,11 +9,14 @@ import itertools
 import json
 import pathlib
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import pandas as pd
+
 from kvjax.experiments.bench.peers import report as peers
-from kvjax.experiments.core import page
+from kvjax.experiments.core import page, stats
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 STORED, ON_GPUS = HERE / "bench_results", HERE / "gpu_results"
@@ -22,6 +25,7 @@ PAGES += tuple(f"experiments/bench_results/{x}/README.md" for x in ("board", "re
 PAGES += ("kvjax/README.md", "models/README.md", "pallas_kernels/README.md")
 _PART = re.compile(r"(<!-- numbers: (\S+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?")
+_SMOL = "smollm2-135m-instruct"
 _NAMES = {"full": "full cache", "snapkv": "SnapKV", "ada_snapkv": "Ada-SnapKV"}
 _NAMES |= {"streaming_llm": "StreamingLLM", "h2o": "H2O"}
 
@@ -193,7 +197,43 @@ def claims(pages: Sequence[str]) -> list[str]:
     return [str(n) for n in (sum(count), *count)]
 
 
-_TABLES = (_main_job, _boards, _gates, _learned_scorer, _unseen, _learned_budget, _curves, _stream, _peers, _loading)
+def _beside_each() -> Iterator[Any]:
+    """Papers' methods beside each policy that they are to score more than: by retrieval and by likelihood."""
+    every = tomllib.loads((HERE / "papers" / "claims.toml").read_text())
+    for paper, likely in (("nacl", ""), ("roco", ""), ("ahakv", "-ahakv-keyformer")):
+        (claim,) = (x for x in every[paper] if len(x.get("b", ())) > 2)
+        of = [_scores(f"{_SMOL}{name}", claim["budgets"]) for name in ("", f"-perplexity{likely}")]
+        for other in claim["b"]:
+            cells = []
+            for scores, test in zip(of, (stats.compare, stats.compare_perplexity), strict=True):
+                own, beside = (scores.loc[name] for name in (*claim["a"], other))
+                c = test(own["value"].tolist(), beside["value"].tolist(), own["context"].tolist())
+                cells.append(page.difference(bool(cells), c.difference, c.low, c.high))
+            names = (name.partition("/")[2] for name in (*claim["a"], other))
+            yield *(_NAMES.get(name, name) for name in names), *cells
+
+
+def _scores(name: str, budgets: Sequence[float]) -> pd.DataFrame:
+    """By method and example the mean over budgets of what a replication's records hold."""
+    found = pd.read_csv(STORED / "replication" / name / "scores.csv.gz")
+    found = found[found["budget"].astype(float).isin(budgets)]
+    by = found.groupby(["method", "task", "index"])
+    return by.agg(value=("value", "mean"), context=("context", "first"))
+
+
+_TABLES = (
+    _main_job,
+    _boards,
+    _gates,
+    _learned_scorer,
+    _unseen,
+    _learned_budget,
+    _curves,
+    _stream,
+    _peers,
+    _loading,
+    _beside_each,
+)
 _GPUS = (_kernels, _models_on_gpus, _beside_kvpress)
 VIEWS: dict[str, Callable[[], Any]] = {
     view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _compiling, *_GPUS)
