@@ -125,7 +125,9 @@ def attention(
       ValueError: shapes that do not fit together, or an unknown implementation.
     """
     B, N, T, K, S = _checked_sizes(q, k)
-    if (fewer := k.shape[-1] - v.shape[-1]) > 0:
+    if (fewer := k.shape[-1] - v.shape[-1]) < 0:
+        raise ValueError(f"values have {v.shape[-1]} channels, but keys {k.shape[-1]}; values have no more than keys")
+    if fewer:
         how: dict[str, Any] = {"columns": columns, "bias": bias, "logits": logits, "own": own}
         wide = jnp.pad(v, ((0, 0),) * 3 + ((0, fewer),))
         found = attention(q, k, wide, q_pos, kv_pos, implementation=implementation, **how)

@@ -33,6 +33,7 @@ BOTH = (
         (lambda: of_pool(3), "4 query heads are not a multiple of num_kv_heads=3"),
         *((lambda f=f: f(THREE, THREE, np.zeros((2, 3, 6), int)), "4 .* not a multiple of 3 kv heads") for f in BOTH),
         *((lambda f=f: f(k[:, :, :5], v[:, :, :5], slots[..., :5]), "6 query rows .* only 5") for f in BOTH),
+        (lambda: attention(q, k, np.concatenate([v, v], -1), row, slots), "values have 8 channels, but keys 4"),
         (lambda: recovered_attention(q, k, row, slots, masks, within=[None, None]), "2 bands for 1 masks"),
         (lambda: recovered_attention(q, k, row, slots, masks, within=[row[:1, 0]]), r"within is .* \(2,\) to fit"),
     ],
@@ -40,6 +41,15 @@ BOTH = (
 def test_arrays_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", "interpret"])
+def test_values_may_have_fewer_channels_than_keys(implementation):
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.standard_normal((2, heads, 6, 16)).astype(np.float32) for heads in (4, 2, 2))
+    whole = attention(q, k, v, implementation="reference").out
+    found = attention(q, k, v[..., :5], implementation=implementation)
+    np.testing.assert_allclose(found.out, whole[..., :5], atol=2e-6)
 
 
 def test_a_hash_of_numbers_does_not_depend_on_their_types():

@@ -1,5 +1,6 @@
 """The law that a padded row is what it is alone, of every method, over models that are no Llama."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import models
+from kvjax import methods, models
 from kvjax.contract import kv_layers, kv_shape
 from kvjax.models.families import from_hugging_face
+from kvjax.observe import Reread
 from tests import table
 from tests.marks import slow_but
 
@@ -90,6 +92,26 @@ def run(name, policy, rows):
         logits, state = kvjax.decode_step(model, params, more[:, i], state)
         each.append(logits)
     return np.stack(each)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_latents_are_stored_and_read_in_16_bits(dtype):
+    model, params = made("latent")
+    narrow = models.LanguageModel(dataclasses.replace(model.config, dtype=dtype))
+    params = jax.tree.map(lambda x, own: x.astype(own.dtype), params, narrow.shapes)
+    how = {"policy": methods.ada_snapkv(10, window=4), "max_new_tokens": NEW}
+    ids = np.random.default_rng(0).integers(0, 61, (2, T))
+    logits, state = kvjax.prefill(narrow, params, ids, **how)
+    rest, _ = kvjax.feed(narrow, params, ids[:, :NEW], state)
+    assert np.isfinite(logits).all()
+    assert np.isfinite(rest).all()
+
+
+def test_a_second_reading_weighs_latents_by_what_heads_make_of_them():
+    (model, params), plus = made("latent"), methods.kvzip(10, Reread(chunk=8, plus=True))
+    ids = np.random.default_rng(0).integers(0, 61, (1, T))
+    _, state = kvjax.prefill(model, params, ids, policy=plus, max_new_tokens=NEW)
+    assert state.num_live.tolist() == [[[10], [10]]]
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "latent"))

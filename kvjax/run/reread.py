@@ -147,9 +147,9 @@ class Repeat:
         self,
         rows: Queries,
         k: Float[Array, "B K X H"],
-        v: Float[Array, "B K X H"],
+        v: Float[Array, "B K X V"],
         factor: Float[Array, "B R"] | None = None,
-        out_proj: Float[Array, "N H D"] | None = None,
+        out_proj: Float[Array, "N V D"] | None = None,
     ) -> Float[Array, "B K S"]:
         """The largest attention of any row to each token of the chunk, 0 elsewhere, by blocks of rows.
 
@@ -200,7 +200,7 @@ class Repeat:
         slot = slot[:, early.shape[1] :]
         if out_proj is not None:
             v = jnp.take_along_axis(v, slot[:, None, :, None], axis=2).astype(dtype)
-            by_group = out_proj.astype(dtype).reshape(K, G, H, -1)
+            by_group = out_proj.astype(dtype).reshape(K, G, *out_proj.shape[1:])
             gram = jnp.einsum("kghd,kgjd->kghj", by_group, by_group)
             most = most * jnp.sqrt(jnp.maximum(jnp.einsum("bkch,kghj,bkcj->bkgc", v, gram, v), 0.0))
         slot = jnp.where(inside == EMPTY, S, slot)

@@ -222,6 +222,8 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Array | int,
     CPUs a 16-bit row is too, and several are looked up slot by slot: XLA would turn all of `x` into float32 to scatter
     them, and back.
     """
+    if not x.size:  # values that are channels of keys
+        return x
     new, axis = jnp.asarray(new).astype(x.dtype), len(at) - 1
     put = lambda x, new, *at: x.at[at].set(new, mode="drop", unique_indices=unique)
     numbers = x.ndim == len(at) == at[-1].ndim + 1
