@@ -264,6 +264,7 @@ class Gemma4(Gemma):
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     del architecture
     raw = {**_DEFAULTS, **raw}
+    raw["rope_parameters"] = raw["rope_parameters"] or _DEFAULTS["rope_parameters"]
     check_only(raw, _ONLY)
     sizes = read_sizes({**raw, "hidden_act": raw["hidden_activation"]})
     layers = sizes["num_layers"]

@@ -107,6 +107,21 @@ def test_latents_are_stored_and_read_in_16_bits(dtype):
     assert np.isfinite(rest).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "policy", "message"),
+    [
+        ("latent", methods.merging(methods.snapkv(8, window=3)), "holds latents"),
+        ("two sizes", methods.layer_defensivekv(8, window=3), r"the model's have \[1, 2\] kv heads"),
+    ],
+)
+def test_what_a_prompt_refuses_a_state_that_was_read_refuses(name, policy, message):
+    (model, params), ids = made(name), np.zeros((1, T), np.int32)
+    state = kvjax.start(model, policy=kvjax.Policy(), lengths=[T], max_new_tokens=NEW)
+    _, state, stats = kvjax.forward(model, params, ids, state, observe=(methods.snapkv(8, window=3),))
+    with pytest.raises(ValueError, match=message):
+        policy(state, stats)
+
+
 def test_a_second_reading_weighs_latents_by_what_heads_make_of_them():
     (model, params), plus = made("latent"), methods.kvzip(10, Reread(chunk=8, plus=True))
     ids = np.random.default_rng(0).integers(0, 61, (1, T))

@@ -74,19 +74,13 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
 
     Raises:
       ValueError: tokens that are to stand at their ranks, where the model's positions cannot be changed, or under a
-        policy that writes keys; a policy that writes keys or values, where these are one, or that decides for all
-        layers at once, where they differ in heads.
+        policy that writes keys.
     """
     each, N = kv_layers(config), config.num_query_heads
     L, shapes = len(each), [kv_shape(config, n) for n in each]
     heads = lambda i: N if policy.at(i, L).layout.by_query_head else shapes[i].num_kv_heads
     window = getattr(config, "window", lambda i: None)
     D = getattr(config, "embed_dim", 0)
-    if policy.joint and len(numbers := sorted({x.num_kv_heads for x in shapes})) > 1:
-        raise ValueError(
-            f"{type(policy).__name__} decides for all layers at once, but the model's have {numbers} kv heads; give a "
-            "policy that decides in each layer by itself"
-        )
     for i in range(L):
         here = policy.at(i, L)
         where = here.layout.positions
@@ -106,16 +100,27 @@ def infos_of(config: Config, policy: Policy, width: int, max_new_tokens: int) ->
                 f'layer {i} wants tokens at positions="{where}", where a key moves with its rank, but '
                 f'{type(here).__name__} writes keys, which hold where they were written; use "original"'
             )
-        if shapes[i].latent and (own := [n for n in here.writes if n != "log_weight"]):
-            raise ValueError(
-                f"layer {i} holds latents, of which each is a key and its value in one, but {type(here).__name__} "
-                f"writes {' and '.join(own)}; choose a policy that writes neither"
-            )
     run = width, max_new_tokens, D
     return tuple(
         LayerInfo(i, L, N, heads(i), x.head_dim, *run, window(n), x.latent)
         for i, (n, x) in enumerate(zip(each, shapes, strict=True))
     )
+
+
+def _check_shapes(policy: Policy, infos: tuple[LayerInfo, ...]) -> None:
+    """Refuses a policy that cannot work with what layers store of a token."""
+    if policy.joint and len(numbers := sorted({x.num_kv_heads for x in infos})) > 1:
+        raise ValueError(
+            f"{type(policy).__name__} decides for all layers at once, but the model's have {numbers} kv heads; give a "
+            "policy that decides in each layer by itself"
+        )
+    for i, info in enumerate(infos):
+        here = policy.at(i, len(infos))
+        if info.latent and (own := [n for n in here.writes if n != "log_weight"]):
+            raise ValueError(
+                f"layer {i} holds latents, of which each is a key and its value in one, but {type(here).__name__} "
+                f"writes {' and '.join(own)}; choose a policy that writes neither"
+            )
 
 
 def bucket(n: int) -> int:
@@ -187,11 +192,13 @@ def planned(
       held: whether the plan is that of a fitted state, which has slots for its tokens and those to come.
 
     Raises:
-      ValueError: the given plan has too few slots, or is that of another policy.
+      ValueError: the given plan has too few slots, or is that of another policy; a policy that writes keys or values,
+        where these are one, or that decides for all layers at once, where they differ in heads.
     """
     traced, L = isinstance(lengths, jax.core.Tracer), len(infos)
     prompts = np.arange(1, infos[0].prompt_len + 1) if traced else np.asarray(lengths)
     each = [policy.at(i, L) for i in range(L)]
+    _check_shapes(policy, infos)
     sizes = [p.sizes(info, prompts) for p, info in zip(each, infos, strict=True)]
     hparams = tuple(x.hparams for x in sizes)
     if traced:  # the data of all lengths, of which each sequence takes its own
