@@ -391,6 +391,10 @@ def read_ropes(raw: Mapping[str, Any], longest: int, theta: float, local_theta: 
     sections = raw.get("rope_parameters") or {}
     if not isinstance(sections, Mapping):
         raise ValueError(f"rope_parameters={sections!r} is not an object with a section for each kind of layer")
+    scaling = {"rope_scaling": raw.get("rope_scaling")}
+    for name, section in {**sections, **scaling}.items():
+        if section is not None and not isinstance(section, Mapping):
+            raise ValueError(f"{name}={section!r} is not an object such as {{'rope_type': 'default'}}")
     full, local = ({**(sections.get(kind) or {})} for kind in reversed(LAYER_TYPES))
     full = {"rope_theta": theta, **full, **(raw.get("rope_scaling") or {})}
     read = lambda section: Rope.from_hugging_face({"rope_parameters": section}, longest)

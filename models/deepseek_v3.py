@@ -49,6 +49,10 @@ class LatentConfig(GroupedExpertsConfig):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         object.__setattr__(self, "query_rank", whole("query_rank", self.query_rank, least=0))
         object.__setattr__(self, "logit_factor", positive("logit_factor", self.logit_factor))
+        if self.logit_factor != 1 and self.rope.factor <= 1:
+            raise ValueError(
+                f"logit_factor={self.logit_factor} follows from rotary scaling, but rope's factor is {self.rope.factor}"
+            )
         if self.num_kv_heads != 1 or self.latent_dim < 1:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} of head_dim={self.head_dim}, of which {self.turned_dim} turn, are "
@@ -121,6 +125,8 @@ class Attention(nn.Module):
 
 
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    if "num_local_experts" in raw:  # the name that transformers takes, too
+        raw = {"n_routed_experts": raw["num_local_experts"], **raw}
     raw = {**_DEFAULTS[architecture], **raw}
     size = lambda key, least=1: whole(key, raw[key], least=least)
     R, C = size("qk_rope_head_dim"), size("kv_lora_rank")
@@ -129,6 +135,8 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     rope = Rope.from_hugging_face(raw, sizes["max_position"])
     section = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     all_dim = section.get("mscale_all_dim") if rope.kind != "default" else None
+    if all_dim and rope.kind == "longrope":
+        raise ValueError("mscale_all_dim beside rotary scaling 'longrope' is not supported")
     scale = 0.1 * positive("mscale_all_dim", all_dim) * math.log(max(rope.factor, 1.0)) + 1.0 if all_dim else 1.0
     groups = read_groups(raw, L)
     if lite:

@@ -289,7 +289,9 @@ def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return {
         **sizes,
         **read_ropes(raw, sizes["max_position"], 1e6, 1e4),
-        "sliding_window": read_windows(raw, kinds),
+        "sliding_window": read_windows(
+            {**raw, "sliding_window": whole("sliding_window", raw["sliding_window"])}, kinds
+        ),
         "full_kv_heads": whole("num_key_value_heads", full.get("num_key_value_heads", sizes["num_kv_heads"])),
         "full_head_dim": whole("global_head_dim", full.get("head_dim", sizes["head_dim"])),
         "keys_as_values": as_keys,

@@ -99,7 +99,7 @@ NO_BUDGET = {
 OF_A_BATCH = {"keyformer_share_batch"}
 
 # Rows whose policy refuses layers where a key and its value are one array, and why.
-NO_LATENT = dict.fromkeys(("think", "snapkv_then_think"), "values are channels of its keys; keep all")
+NO_LATENT = dict.fromkeys(("think", "snapkv_then_think"), "are channels of its keys; choose a policy that keeps all")
 NO_LATENT |= dict.fromkeys(("snapkv_merging", "attention_matching"), "Evict writes v; choose a policy that writes")
 NO_LATENT |= {"kvpress_think": "ZeroChannels writes k; choose a policy that writes neither"}
 

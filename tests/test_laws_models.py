@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import methods, models
+from kvjax import analysis, methods, models
 from kvjax.contract import kv_layers, kv_shape
+from kvjax.learning import probes
+from kvjax.learning.gates import gated
 from kvjax.models.families import from_hugging_face
 from kvjax.observe import Reread
 from tests import table
@@ -120,6 +122,24 @@ def test_what_a_prompt_refuses_a_state_that_was_read_refuses(name, policy, messa
     _, state, stats = kvjax.forward(model, params, ids, state, observe=(methods.snapkv(8, window=3),))
     with pytest.raises(ValueError, match=message):
         policy(state, stats)
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "message"),
+    [
+        ("latent", lambda m, p, ids: kvjax.plan_memory(m.config, methods.think(), **PLAN), "keys; choose a policy"),
+        ("two sizes", lambda m, p, ids: probes.fit_filters(m, p, ids), "store heads of 2 shapes"),
+        ("sharing", lambda m, p, ids: analysis.read(m, p, ids, ids), "read other layers' keys and values"),
+        ("two sizes", lambda m, p, ids: m(p, ids, attend=gated(np.ones((2, 2)), **ROWS)), "a layer has 1 kv heads"),
+    ],
+)
+def test_what_needs_layers_that_are_alike_says_so(name, read, message):
+    with pytest.raises(ValueError, match=message):
+        read(*made(name), np.zeros((1, T), np.int32))
+
+
+PLAN = {"prompt_len": T, "max_new_tokens": NEW}
+ROWS = {"pos": np.arange(T)[None], "sinks": 1, "recent": 4}
 
 
 def test_a_second_reading_weighs_latents_by_what_heads_make_of_them():

@@ -100,6 +100,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
         ),
         ("gemma4_text", GEMMA4 | {"enable_moe_block": True}, "num_experts=None must be a whole number"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank=0 must be a whole number from 1"),
+        ("gemma4_text", GEMMA4 | {"sliding_window": None}, "sliding_window=None must be a whole number"),
+        ("gemma4_text", GEMMA4 | {"rope_parameters": {"full_attention": "x"}}, "full_attention='x' is not an object"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "channels=7 is odd"),
         ("deepseek_v3", {"n_routed_experts": 12}, "12 experts do not fill n_group=8 groups"),
         ("deepseek_v3", {"v_head_dim": None}, "v_head_dim=None must be a whole number"),

@@ -25,7 +25,7 @@ PAGES += tuple(f"experiments/bench_results/{x}/README.md" for x in ("board", "re
 PAGES += ("kvjax/README.md", "models/README.md", "pallas_kernels/README.md")
 _PART = re.compile(r"(<!-- numbers: (\S+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?")
-_SMOL = "smollm2-135m-instruct"
+_SMOLLM2 = "smollm2-135m-instruct"
 _NAMES = {"full": "full cache", "snapkv": "SnapKV", "ada_snapkv": "Ada-SnapKV"}
 _NAMES |= {"streaming_llm": "StreamingLLM", "h2o": "H2O"}
 
@@ -76,7 +76,7 @@ def _main_job() -> Iterator[Any]:
 
 
 def _boards() -> Iterator[Any]:
-    real, prompt, after = "smollm2-135m-instruct", "in the prompt", "after compression"
+    real, prompt, after = _SMOLLM2, "in the prompt", "after compression"
     shown = [("embedded", prompt, 25), ("embedded", prompt, 6.25)]
     shown += itertools.product([f"{real}-chat"], [prompt], (50, 25))
     shown += [("gemma-3-270m-passages", prompt, 25), *itertools.product([f"{real}-after"], [after], (50, 25))]
@@ -202,7 +202,7 @@ def _beside_each() -> Iterator[Any]:
     every = tomllib.loads((HERE / "papers" / "claims.toml").read_text())
     for paper, likely in (("nacl", ""), ("roco", ""), ("ahakv", "-ahakv-keyformer")):
         (claim,) = (x for x in every[paper] if len(x.get("b", ())) > 2)
-        of = [_scores(f"{_SMOL}{name}", claim["budgets"]) for name in ("", f"-perplexity{likely}")]
+        of = [_scores(f"{_SMOLLM2}{name}", claim["budgets"]) for name in ("", f"-perplexity{likely}")]
         for other in claim["b"]:
             cells = []
             for scores, test in zip(of, (stats.compare, stats.compare_perplexity), strict=True):
@@ -221,26 +221,14 @@ def _scores(name: str, budgets: Sequence[float]) -> pd.DataFrame:
     return by.agg(value=("value", "mean"), context=("context", "first"))
 
 
-_TABLES = (
-    _main_job,
-    _boards,
-    _gates,
-    _learned_scorer,
-    _unseen,
-    _learned_budget,
-    _curves,
-    _stream,
-    _peers,
-    _loading,
-    _beside_each,
-)
+_TABLES = (_main_job, _boards, _gates, _learned_scorer, _unseen, _learned_budget, _curves, _stream, _peers, _loading)
 _GPUS = (_kernels, _models_on_gpus, _beside_kvpress)
 VIEWS: dict[str, Callable[[], Any]] = {
-    view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _compiling, *_GPUS)
+    view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _beside_each, _compiling, *_GPUS)
 }
 VIEWS["claims"] = lambda: claims(RETRIEVED)
 VIEWS["claims-by-likelihood"] = lambda: claims(LIKELY)
 _IN_PASSAGES = ("", "-ahakv-keyformer")
 VIEWS["claims-in-passages"] = lambda: claims(
-    [f"smollm2-135m-instruct-perplexity{papers}/replication.md" for papers in _IN_PASSAGES]
+    [f"{_SMOLLM2}-perplexity{papers}/replication.md" for papers in _IN_PASSAGES]
 )

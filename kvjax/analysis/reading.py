@@ -34,15 +34,13 @@ from kvjax.contract import (
     Rotate,
     Stats,
     kv_layers,
-    kv_shape,
-    kv_sources,
 )
 from kvjax.observe import Rows
 from kvjax.pallas_kernels.columns import accumulator
 from kvjax.pallas_kernels.logits import Logits
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.apply import stored_for_policy, update_layers, with_policy
-from kvjax.run.checks import check_model, check_prompts, check_rows, traced
+from kvjax.run.checks import check_model, check_one_shape, check_prompts, check_rows, traced
 from kvjax.run.layers import Attend, embed, in_turn, layer_step
 from kvjax.run.plan import Plan
 from kvjax.run.prefill_each import Stored, read_whole, stored_as
@@ -341,12 +339,7 @@ def read(
         or read again, in different ways; a model whose layers differ in heads.
     """
     check_model(model, params)
-    if kv_sources(model.config):
-        raise ValueError("layers of the model read other layers' keys and values, which no analysis follows")
-    if len(shapes := {kv_shape(model.config, n) for n in kv_layers(model.config)}) > 1:
-        raise ValueError(
-            f"layers have heads of {len(shapes)} shapes, but an analysis stacks layers; read another model"
-        )
+    check_one_shape(model)
     prompts = check_prompts(model, tokens, lengths)
     after, L = check_rows(model, continuation, None).tokens, len(kv_layers(model.config))
     if len(after) != len(prompts.tokens):

@@ -57,6 +57,12 @@ class KVShape:
     head_dim: Size
     latent: Amount = 0
 
+    def __post_init__(self) -> None:
+        if self.latent > self.head_dim:
+            raise ValueError(
+                f"latent={self.latent} channels are more than head_dim={self.head_dim}; they are some of it"
+            )
+
 
 def kv_layers(config: Config) -> tuple[int, ...]:
     """The layers of a model that hold keys and values. Policies count these alone, from 0 on."""
@@ -99,9 +105,8 @@ class Attend(Protocol):
 
         Args:
           cache: what the layer was given.
-          q, k, v: of the new tokens, before rotation. A layer that reads an earlier one's gives None for the last two.
-            Values have as many channels as keys, or are their last ones,
-            which do not turn (`KVShape.latent`).
+          q, k, v: of the new tokens, before rotation. Values have as many channels as keys, or are their last ones,
+            which do not turn (`KVShape.latent`). A layer that reads an earlier one's gives None for keys and values.
           layer: what the layer was given.
           rotate: the rotary embedding, called with vectors "B K T H" and their positions; `lambda x, pos: x` for none.
           out_proj, hidden: the output projection and the layer's normalised input, for methods that look at them.

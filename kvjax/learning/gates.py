@@ -36,7 +36,8 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
       recent: last tokens that it reads there, its own among them.
 
     Raises:
-      ValueError: a negative number of tokens, or a row that would not read its own token.
+      ValueError: a negative number of tokens, a row that would not read its own token; where a layer calls it, gates of
+        another number of heads.
     """
 
     def attend(
@@ -50,6 +51,9 @@ def gated(gates: Float[Array, "L K"], pos: Int[Array, "B T"], *, sinks: Amount, 
         logits: Logits = Logits(),
         **_: Any,
     ) -> tuple[Array, Any, tuple[()]]:
+        if k is None or gates.shape[-1] != k.shape[1]:
+            there = "no keys of its own" if k is None else f"{k.shape[1]} kv heads"
+            raise ValueError(f"gates have the shape {gates.shape}, but a layer has {there}; give one a kv head")
         (B, N, T, H), K, dtype = q.shape, k.shape[1], accumulator(q.dtype)
         q, k = turned_queries(rotate, q, pos[:, None]), rotate(k, pos[:, None])
         grouped = q.reshape(B, K, N // K, T, H).astype(dtype)

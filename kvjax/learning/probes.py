@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from kvjax.contract import EMPTY, Amount, AttentionInputs, Layout, Model, Observation, Stats, kv_layers, value
 from kvjax.observe import Reread, votes
 from kvjax.pallas_kernels import kinds
-from kvjax.run.checks import as_array, check_model, check_prompts
+from kvjax.run.checks import as_array, check_model, check_one_shape, check_prompts
 from kvjax.run.prefill_each import Stored, read_whole
 from kvjax.run.state import Prompts
 
@@ -50,6 +50,7 @@ def observed(
       what: the observation.
       again: how the prompts are repeated.
     """
+    check_one_shape(model)
     L = len(kv_layers(model.config))
     stored = Stored((Layout(),) * L, again, (what,))
     stats = read_whole(model, params, prompts, 0, policies=(), stored=stored)[2]
@@ -147,6 +148,7 @@ def head_importance(
         long as its prompt, or a prompt in which nothing is wanted.
     """
     check_model(model, params)
+    check_one_shape(model)
     prompts = check_prompts(model, tokens, lengths)
     B, T = prompts.tokens.shape
     wanted = as_array("wanted", wanted, np.bool_, (B, T), "booleans, True for tokens that an answer is read from")

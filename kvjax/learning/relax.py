@@ -176,6 +176,8 @@ def with_budgets(state: State, budgets: kinds.HeadTable | Annotated[Any, kinds.n
     """
     budgets = jnp.asarray(budgets, float)
     shape = len(state.length), len(state.layers), state.plan.infos[0].num_kv_heads
+    if len(numbers := sorted({info.num_kv_heads for info in state.plan.infos})) > 1:
+        raise ValueError(f"layers of the state have {numbers} heads, for which no table of budgets has a shape")
     if budgets.shape not in (shape, shape[1:]):
         raise ValueError(
             f"budgets have the shape {budgets.shape}, but the state has {shape[0]} sequences, {shape[1]} layers and "

@@ -71,6 +71,14 @@ class DropChannels(Policy):
         if not 0 <= self.share < 1:
             raise ValueError(f"{self.share} of the channels would go; give a share from 0 to less than 1")
 
+    def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
+        if info.latent:
+            raise ValueError(
+                f"{type(self).__name__} drops key channels, but values of layer {info.layer} are channels of its keys; "
+                "choose a policy that keeps all"
+            )
+        return super().sizes(info, lengths)
+
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (QuerySquares(self.rows),) if phase == "prefill" else ()
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from kvjax.contract import MOST, Config, Ids, Model, PRNGKey, kv_layers, kv_shape
+from kvjax.contract import MOST, Config, Ids, Model, PRNGKey, kv_layers, kv_shape, kv_sources
 from kvjax.contract.checks import whole
 from kvjax.run.plan import Plan, rereads
 from kvjax.run.state import Prompts, State
@@ -172,6 +172,16 @@ def check_state(model: Model, params: PyTree, state: State) -> None:
             f"the state's model has {wrong[0][0]}, but this one has {wrong[0][1]}; give the model that read the prompt"
         )
     check_model(model, params)
+
+
+def check_one_shape(model: Model) -> None:
+    """Refuses a model whose layers cannot be stacked: they differ in heads, or some read another's keys and values."""
+    config = model.config
+    if kv_sources(config):
+        raise ValueError("layers of the model read other layers' keys and values, which is not supported here")
+    shapes = {kv_shape(config, n) for n in kv_layers(config)}
+    if len(shapes) > 1:
+        raise ValueError(f"layers of the model store heads of {len(shapes)} shapes; here all must store the same")
 
 
 def check_logits(model: Model, state: State, logits: Array) -> None:

@@ -95,6 +95,11 @@ class Attend:
             rotate = of_text(jnp.where(ctx.length > ctx.prompt_length, 0, ctx.prompt_length))
         slots = None
         if k is not None and v is not None:
+            if v.shape[-1] != (wanted := kv.how.latent or k.shape[-1]):
+                raise ValueError(
+                    f"the model's values have {v.shape[-1]} channels, but its configuration says {wanted}; mend the "
+                    "values, or `kv_shape`"
+                )
             k, v = (jnp.repeat(x, K // x.shape[1], axis=1) for x in (k, v))
             slots = None if self.grow else kv.free(pos)
             kv = kv.append(k if by_rank else rotate(k, pos[:, None]), v, pos, slots)
