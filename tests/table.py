@@ -103,6 +103,30 @@ NO_LATENT = dict.fromkeys(("think", "snapkv_then_think"), "are channels of its k
 NO_LATENT |= dict.fromkeys(("snapkv_merging", "attention_matching"), "Evict writes v; choose a policy that writes")
 NO_LATENT |= {"kvpress_think": "ZeroChannels writes k; choose a policy that writes neither"}
 
+# Rows that refuse a model whose layers differ in heads, and why: they decide for all at once, or a table of one shape
+# for all layers is given.
+NO_TWO_SHAPES = dict.fromkeys(
+    (
+        "cake",
+        "lava",
+        "lava_released",
+        "layer_defensivekv",
+        "nacl_global",
+        "shared_layers",
+        "shared_layers_snapkv",
+        "across_layers_entropy",
+        "across_layers_preference",
+        "across_layers_top_scores",
+    ),
+    "decides for all layers at once",
+)
+NO_TWO_SHAPES |= dict.fromkeys(("kvzap", "kvzap_threshold", "kvpress_kvzap"), "fit a function to this model")
+NO_TWO_SHAPES |= dict.fromkeys(("headkv", "head_table"), "HeadShares has 2 rows of 2 weights, but the model has")
+NO_TWO_SHAPES |= dict.fromkeys(
+    ("duo_attention", "duo_attention_threshold", "partition_heads", "partition_heads_dense"), "give one label a head"
+)
+NO_TWO_SHAPES |= {"q_filters": "filters have the shape", "expected_attention_stats": "moments have the shape"}
+
 # Rows in which the number of a value's channels counts, as that of a standard deviation over them.
 COUNTS_CHANNELS = {"lagkv"}
 
