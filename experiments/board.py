@@ -84,6 +84,11 @@ TRIES: Final = None, (4, 16), (4, 64), (16, 128)
 HEADLINE: Final = 0.25
 """The share of bytes that a page's title is of, said before anything runs."""
 _TRIED: Final = " protecting "
+_BYTES, _LIVE, _OWN = (
+    "bytes-",
+    "live-",
+    "own-",
+)  # what a share was asked of, and of a tuned board a method's own setting
 
 _ONE = ("single_needle", "several_needles", "key_value"), ("niah_single_2", "niah_multikey_1")
 PARTS: Final = {
@@ -122,7 +127,8 @@ class Board:
       protect: first and last tokens that every method keeps, in place of its own; those of each method if not given.
       window: last rows of the prompt that vote, of every method that lets them, in place of its own.
       tune: a seed of held-out examples, as many as of every other: on them each method's tokens that always stay are
-        chosen among four settings, for every share of bytes and part anew. The page is of the others.
+        chosen among four settings, for every share of bytes and part anew. The page is of the others, with a column
+        of each method's own setting. Controls are left as they are, unless `methods` has them.
       examples: of each task.
       length: tokens of a prompt.
       text: a file of text in which facts are hidden and whose likelihood is asked for, in place of the project's.
@@ -268,10 +274,16 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
     prompts, _ = build(setup, find_builders(setup), tokenizer, config)
     largest = shapes(prompts, config.max_position if config.learned_positions else None)[0]
     named = dict.fromkeys([*(board.methods or configs.available()), *CONTROLS])
+    controls = {*CONTROLS}.difference(board.methods)
     find: Any = lambda name: (name, random_protected) if name == "random_protected" else configs.find(name)
     each = [config_of(own)] if own else map(find, named)
     beside = []
-    for (name, get_config), kept in itertools.product(each, TRIES if board.tune is not None else (board.protect,)):
+    tried = [
+        (name, get_config, kept)
+        for name, get_config in each
+        for kept in (TRIES if board.tune is not None and (own or name not in controls) else (board.protect,))
+    ]
+    for name, get_config, kept in tried:
         try:
             policies, made = _policies(
                 board, get_config, setup, kept, lambda make, x: budget_for(make, config, x, largest)
@@ -284,7 +296,7 @@ def experiment_of(board: Board, part: Part, own: str | None = None) -> Experimen
         if policies and name != "full":
             called = name if kept is None or kept is board.protect else f"{name}{_TRIED}{kept[0]} and {kept[1]}"
             beside.append(Experiment(called, policies, setup, made.options, origin=made.origin))
-    if not {e.name.partition(_TRIED)[0] for e in beside} - {*CONTROLS}.difference(board.methods):
+    if not {e.name.partition(_TRIED)[0] for e in beside} - controls:
         shares = ", ".join(f"{share:g}" for share in board.bytes)
         less = ", or a smaller --window" if board.window else ""
         raise ValueError(
@@ -318,8 +330,8 @@ def _policies(
     make: Any = lambda budget: changed(get_config(budget=(budget,), **same).policies[0][1], protect)
     asked = {share: budget_at(make, share) for share in board.bytes}
     each = {share: budget for share, budget in asked.items() if budget is not None}
-    found = [(f"bytes-{share:g}", make(budget)) for share, budget in each.items()]
-    return (*found, *((f"live-{share:g}", make(share)) for share in each if board.live)), made
+    found = [(f"{_BYTES}{share:g}", make(budget)) for share, budget in each.items()]
+    return (*found, *((f"{_LIVE}{share:g}", make(share)) for share in each if board.live)), made
 
 
 # --- what was found ---
@@ -362,14 +374,14 @@ class Found:
 
     def at(self, share: float) -> list[Number]:
         """Policies at a share of bytes, the best first; methods without a budget stand where they fit."""
-        asked = [n for n in self.numbers if n["budget"] == f"bytes-{share:g}"]
+        asked = [n for n in self.numbers if n["budget"] == f"{_BYTES}{share:g}"]
         fits = lambda n: not _asked(n) and n["method"] != "full" and n["kv_of_full"] <= share
         return sorted([*asked, *filter(fits, self.numbers)], key=lambda n: -_quality(n))
 
 
 def _asked(number: Number) -> bool:
     """Whether its budget was chosen by bytes, or by live tokens."""
-    return number["budget"].startswith(("bytes-", "live-"))
+    return number["budget"].startswith((_BYTES, _LIVE, _OWN))
 
 
 def _quality(n: Number) -> float:
@@ -406,6 +418,8 @@ def judged(
 def tuned(lines: Any, seed: int) -> tuple[Any, dict[tuple[str, str], str]]:
     """Of each method and budget the lines with the setting that is best on held-out examples, without these.
 
+    Those with the method's own setting are there, too, under "own-0.25" for "bytes-0.25".
+
     Args:
       lines: with all settings, as pandas' DataFrame.
       seed: of the held-out examples.
@@ -414,6 +428,8 @@ def tuned(lines: Any, seed: int) -> tuple[Any, dict[tuple[str, str], str]]:
       The lines, and of each method and budget which first and last tokens stay. Of settings that are equally good the
       first is chosen, which is the method's own.
     """
+    import pandas as pd
+
     from kvjax.experiments.core import table
 
     held, base = lines["seed"] == seed, lambda method: method.partition(_TRIED)[0]
@@ -425,10 +441,12 @@ def tuned(lines: Any, seed: int) -> tuple[Any, dict[tuple[str, str], str]]:
         if mean > best.get((base(method), budget), (-math.inf,))[0]:
             best[base(method), budget] = mean, method
     chosen = {(method, budget) for (_, budget), (_, method) in best.items()}
-    own = lines[[not h and (m, b) in chosen for h, m, b in zip(held, lines["method"], lines["budget"], strict=True)]]
-    return own.assign(method=own["method"].map(base)), {
-        key: method.partition(_TRIED)[2] or "its own" for key, (_, method) in best.items()
-    }
+    shown = lines[~held]
+    best_of = [pair in chosen for pair in zip(shown["method"], shown["budget"], strict=True)]
+    by_default = shown[(shown["method"].map(base) == shown["method"]) & shown["budget"].str.startswith(_BYTES)]
+    by_default = by_default.assign(budget=_OWN + by_default["budget"].str.removeprefix(_BYTES))
+    found = pd.concat([shown[best_of].assign(method=lambda x: x["method"].map(base)), by_default])
+    return found, {key: method.partition(_TRIED)[2] or "its own" for key, (_, method) in best.items()}
 
 
 def measured(
@@ -480,14 +498,16 @@ def table(found: Found, share: float) -> str | Table:
     here = found.at(share)
     if not here:
         return f"No method runs at {share:.4g} of the bytes."
-    at_live = {n["method"]: scored(n, ".1f") for n in found.numbers if n["budget"] == f"live-{share:g}"}
+    labelled = lambda kind: {n["method"]: scored(n, ".1f") for n in found.numbers if n["budget"] == f"{kind}{share:g}"}
+    at_live, by_default = labelled(_LIVE), labelled(_OWN)
     rows = []
     for n, (won, lost), c in zip(here, *wins(found, share), strict=True):
         verdict = "the best" if c is None else f"p = {c.p:.2g}, {c.verdict}"
         also = [at_live.get(n["method"], "")] if at_live else []
-        also += [found.chosen.get((n["method"], n["budget"]), "")] if found.chosen else []
+        also += [by_default.get(n["method"], ""), found.chosen.get((n["method"], n["budget"]), "")] * bool(found.chosen)
         rows.append((*_cells(n), *also, str(won), str(lost), verdict))
-    also = ["at equal live tokens"] * bool(at_live) + ["first and last that stay"] * bool(found.chosen)
+    also = ["at equal live tokens"] * bool(at_live)
+    also += ["by its own setting", "first and last that stay"] * bool(found.chosen)
     head = (*_CELLS, *also, "better than", "worse than", f"beside {_name(here[0])}")
     known = [any(column) for column in zip(*rows, strict=True)]  # lines of an older run do not have all
     return Table([*itertools.compress(head, known)], [[*itertools.compress(row, known)] for row in rows])

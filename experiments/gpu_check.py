@@ -57,6 +57,7 @@ PRESSES = ("transformers", "SnapKVPress", "AdaKVPress", "StreamingLLMPress", "TO
 LEAST_SECONDS = 15.0  # with which a process of them begins
 MOST_WEIGHTS = 4096  # tokens of a prompt up to which kvpress's H2O, which holds all weights of a layer, is tried
 SETS = 8  # of arrays for a call that takes less time than its dispatch
+BATCHES = 8, 32  # of decode kernels, beside one sequence
 
 
 def ceilings(report: Report, implementations: Sequence[Implementation]) -> None:
@@ -126,14 +127,16 @@ def timings(report: Report, implementations: Sequence[Implementation]) -> None:
                 continue
             of = {"floor_ms": share * product_ms, "forward_ms": fastest}
             run(f"{how} {name}", alone, *given, served_by=how, sets=SETS if rows < n else 1, **of)
-        of = {"floor_ms": 1e-6 * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]}
         one = q[:, :, -1:], k, v, q_pos[:, -1:], kv_pos
-        for columns, what in (((), ""), ((Columns(),), " with its row")):
+        batches = (1, *BATCHES) if (n, H) == (32768, 128) else (1,)
+        for batch, (columns, what) in itertools.product(batches, (((), ""), ((Columns(),), " with its row"))):
+            of = {"floor_ms": 1e-6 * batch * (k.nbytes + v.nbytes) / report.ceilings["copy_gb_s"]}
+            many, what = [jnp.repeat(x, batch, axis=0) for x in one], what + f" x {batch}" * (batch > 1)
             for how in implementations:
                 f = functools.partial(attention, columns=columns, implementation=how)
-                run(f"{how} decode{what}", f, *one, sets=SETS, **of)
+                run(f"{how} decode{what}", f, *many, sets=max(SETS // batch, 1), **of)
             f = functools.partial(pooled_attention, columns=columns, num_kv_heads=K, implementation=implementations[0])
-            run(f"{implementations[0]} pool decode{what}", f, *_pooled(one), sets=SETS, **of)
+            run(f"{implementations[0]} pool decode{what}", f, *_pooled(many), sets=max(SETS // batch, 1), **of)
         xla = functools.partial(attention, columns=(Columns(),))
         if n <= 4096:  # the memory of longer ones would stay with this process, and the models need it
             square = lambda *x, f=xla: f(*x, implementation="reference").columns
@@ -173,11 +176,11 @@ def _timing(
     return ms
 
 
-def _pooled(one: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """A query row and its cache as a flat pool, in order of heads."""
+def _pooled(one: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """A query row of each sequence and its cache as a flat pool, in order of heads."""
     q, k, v, q_pos, kv_pos = one
-    flat = lambda x: x.reshape(1, -1, *x.shape[3:])
-    owner = jnp.repeat(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[2])[None]
+    flat = lambda x: x.reshape(len(q), -1, *x.shape[3:])
+    owner = jnp.tile(jnp.repeat(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[2]), (len(q), 1))
     return q, flat(k), flat(v), owner, q_pos, flat(kv_pos)
 
 

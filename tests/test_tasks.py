@@ -1,5 +1,6 @@
 """Tasks over running text and rows: laws of all of them, and what each hides, asks and scores."""
 
+import dataclasses
 import importlib.util
 import itertools
 import pathlib
@@ -144,6 +145,8 @@ def test_examples_read_passages_of_their_own_as_long_as_there_are_any(name):
     assert same[-1] == same[0]
     assert numbers(found[-1]) & numbers(found[0])
     assert [of.passage(i) for i in range(3)] != [task(LENGTH // 3, text=TEXT).passage(i) for i in range(3)]
+    other = dataclasses.replace(of, seed=5, order=(1, 4))  # of a run whose first seed, 1, has 4 examples
+    assert [other.passage(i) for i in range(3)] == [of.passage(i) for i in range(4, 7)]
 
 
 def test_long_sentences_leave_no_prompt_short():

@@ -172,6 +172,8 @@ def build(
     room = room if most is None else min(room, most)
     given, chat = {"limit": room, "answer": setup.answer}, rendering(setup, tokenizer) == "chat"
     of_seed = [dataclasses.replace(task_of(tokenizer, setup.length, s, text, chat), **given) for s in setup.seeds]
+    each = EXAMPLES if setup.examples is None else setup.examples
+    of_seed = [dataclasses.replace(task, order=(setup.seeds[0], n * each)) for n, task in enumerate(of_seed)]
     rows: list[Prompt] = []
     seen: dict[Any, str] = {}
     bad: list[dict[str, Any]] = []

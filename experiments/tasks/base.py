@@ -126,6 +126,8 @@ class Task:
       chat: what a chat template writes before a message of the user's, BOS included, and from there to where the
         answer begins; None asks in plain text.
       rows: rows of one's own, each with the fields that its task names.
+      order: the seed by which passages are ordered, and how many of them examples of other seeds read; by default the
+        task's own, and none.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -138,6 +140,7 @@ class Task:
     answer: int | None = None
     chat: tuple[Tokens, Tokens] | None = None
     rows: tuple[Mapping[str, Any], ...] = ()
+    order: tuple[int, int] | None = None
 
     def rng(self, name: str, index: int) -> np.random.Generator:
         """A generator of its own for every example."""
@@ -186,9 +189,9 @@ class Task:
         return tuple(found[:-1]) or (0,)
 
     def passage(self, index: int) -> int:
-        """Which passage of one's own text an example reads, in an order drawn by the seed, again where all are read."""
-        count = len(self.passages)
-        return int(np.random.default_rng([self.seed, count]).permutation(count)[index % count])
+        """Which passage of one's own text an example reads, in an order that is drawn, again where all are read."""
+        count, (seed, read) = len(self.passages), self.order or (self.seed, 0)
+        return int(np.random.default_rng([seed, count]).permutation(count)[(read + index) % count])
 
     def shared(self, index: int) -> dict[str, str]:
         """The meta of an example that reads a passage of one's own text, which other examples may read, too."""
