@@ -412,7 +412,8 @@ def judged(
     found = sources.read(directories)
     lines = table.beside_full(found.lines) if part.beside_full else found.lines
     lines, chosen = (lines, {}) if tune is None else tuned(lines, tune)
-    return lines, views.prompts(table.examples(lines), {run.name: run for run in found.runs}), chosen
+    prompts = views.prompts(table.examples(lines), {run.name: run for run in found.runs})
+    return lines, f"{prompts} {views.devices(found.runs)}", chosen
 
 
 def tuned(lines: Any, seed: int) -> tuple[Any, dict[tuple[str, str], str]]:

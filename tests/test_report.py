@@ -307,6 +307,21 @@ def test_runs_of_one_name_are_told_apart_by_their_paths_and_shards_are_one_run(t
     assert {*missing[missing["task"] != "average"]["n"]} == {6}
 
 
+def test_questions_are_counted_by_the_device_that_answered_them(tmp_path):
+    """Of a run that went on elsewhere, from the line on where it did."""
+    make_run(tmp_path / "run")
+    file = tmp_path / "run" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    (first,) = manifest["made"]
+    first |= {"device": {"platform": "cpu", "kind": "cpu", "cpus": 2}, "versions": {"jax": "0.10.2"}}
+    gpu = {"after_lines": 5, "device": {"platform": "gpu", "kind": "NVIDIA H200"}, "versions": {"jax": "0.11.2"}}
+    file.write_text(json.dumps(manifest | {"made": [first, gpu]}))
+    runs = sources.read([tmp_path / "run"]).runs
+    rest = len((tmp_path / "run" / "samples.jsonl").read_text().splitlines()) - 5
+    said = f"Questions were answered on 2 cores with jax 0.10.2 (5), NVIDIA H200 with jax 0.11.2 ({rest})."
+    assert views.devices(runs) == said
+
+
 def test_a_page_says_what_prompts_were(tmp_path):
     """Tokens, the text and its digest, the template, and contexts that examples share; of older runs, too."""
     make_run(tmp_path / "run", text="data/some.txt", template="chat")

@@ -1,5 +1,6 @@
 """What a page of results shows: of every setting tables, pictures, and what each number was made from."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -17,6 +18,7 @@ import pandas as pd
 from kvjax.configs.experiment import label
 from kvjax.experiments.core import table
 from kvjax.experiments.core.page import Cell, Name, Table, cell, crossed, difference, scored
+from kvjax.experiments.core.records import read_manifest
 from kvjax.experiments.core.sources import Found, Run
 from kvjax.experiments.core.table import AVERAGE, NUMBER, has_budget, is_full
 
@@ -133,6 +135,20 @@ def prompts(rows: pd.DataFrame, runs: Mapping[str, Run]) -> str:
     if contexts < examples:
         said += f"; {examples} examples have {contexts} contexts, which intervals and tests draw whole"
     return f"{said}."
+
+
+def devices(runs: Sequence[Run]) -> str:
+    """How many questions of finished runs were answered on which device, with which version of JAX."""
+    count = collections.Counter[str]()
+    for run in runs:
+        made = read_manifest(run.manifest.parent)["made"]
+        total = 0 if run.lines is None else run.lines.read_bytes().count(b"\n")
+        starts = [each.get("after_lines", 0) for each in made]
+        for each, start, end in zip(made, starts, [*starts[1:], total], strict=True):
+            device, version = each["device"], each["versions"]["jax"]
+            kind = f"{device['cpus']} cores" if device["platform"] == "cpu" else device["kind"]
+            count[f"{kind} with jax {version}"] += end - start
+    return f"Questions were answered on {', '.join(f'{kind} ({n:,})' for kind, n in count.items())}."
 
 
 def _rank(of: dict[str, Number]) -> tuple[bool, float, float]:
