@@ -22,21 +22,23 @@ def test_pages_are_what_other_code_finds_in_the_records(capsys):
     assert referee.main([]) == 0, capsys.readouterr().out
 
 
-def test_two_planted_errors_are_found(tmp_path, capsys):
-    """A mean of a board, and a word of a claim."""
+def test_planted_errors_are_found(tmp_path, capsys):
+    """A mean of a board, a word of a claim, and an end of a difference's interval."""
     shutil.copytree(ROOT / "experiments" / "papers", tmp_path / "experiments" / "papers")
     for page, told, planted in (
         ("board/smollm2-135m-instruct-2k/board.md", "| 79.7 [", "| 79.9 ["),
         ("replication/perplexity/replication.md", "| holds |", "| undecided |"),
+        ("replication/smollm2-135m-instruct-perplexity/replication.md", "1.164 [1.141, ", "1.164 [1.151, "),
     ):
         file = tmp_path / "experiments" / "bench_results" / page
         shutil.copytree((STORED / page).parent, file.parent)
         file.write_text(file.read_text().replace(told, planted, 1))
     assert referee.main(["--root", str(tmp_path)]) == 1
-    board, claim, said = capsys.readouterr().out.splitlines()
+    board, claim, interval, said = capsys.readouterr().out.splitlines()
     assert "chunkkv, score, % or perplexity: '79.9 [68.3, 87.7]' is '79.6875, " in board
     assert claim.endswith(", word: 'undecided' is 'holds' by the records")
-    assert said.endswith("of 2 pages: 2 differ")
+    assert "1.164 [1.151, 1.190]' is 'an interval whose end is from 1.1" in interval
+    assert said.endswith("of 3 pages: 3 differ")
 
 
 @pytest.mark.parametrize("folder", CLAIMS, ids=lambda f: f.name)

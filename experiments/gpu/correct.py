@@ -1,5 +1,6 @@
 """What `gpu_check.py` asks of every kernel first: is it right, against float64, and repeatable?"""
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -156,8 +157,8 @@ def correctness(report: Report, implementations: Sequence[Implementation]) -> No
         if not report.reaches("correctness", label, again=True):
             continue
         B, N, K, T, cached, H = shape
-        drawn = {"nothing": jnp.asarray(rng.normal(o["nothing"], 1.0, N), jnp.float32)} if "nothing" in o else {}
-        logits = Logits(**o | drawn)
+        drawn = jnp.asarray(rng.normal(o["nothing"], 1.0, N), jnp.float32) if "nothing" in o else None
+        logits = dataclasses.replace(Logits(**{k: x for k, x in o.items() if k != "nothing"}), nothing=drawn)
         arrays = inputs(*shape, dtype, rng)
         one, pool = single_row(B, N, K, max(cached, 335), H, dtype, rng)
         factors = (rng.uniform(*bounds, s) for bounds, s in (((0.5, 2.0), (B, K, T)), ((-1.0, 1.0), (B, T))))

@@ -9,9 +9,10 @@ and claims are taken as the fractions that these are of. Where a page draws, thi
 with the seed 0.
 
 It imports neither `kvjax` nor other tests. Left out are, of boards, tokens written and the measures of answers but
-`edit_similarity`, which no record has; of claims and the main job the ends of a difference's interval, but for which
-side of 0 they are on; of the main job what is said of outputs, costs and the table by budget; of learned budgets what
-is said of Theorem 4 and of heads, and their `summary.md`; and what was measured once: speed, `stream`, other files.
+`edit_similarity`, which no record has; where fewer than 6 contexts differ the ends of a difference's interval, but for
+which side of 0 they are on; of the main job what is said of outputs, costs and the table by budget; of learned budgets
+what is said of Theorem 4 and of heads, and their `summary.md`; and what was measured once: speed, `stream`, other
+files.
 """
 
 import argparse
@@ -64,9 +65,10 @@ def same(shown: str, made: Any, form: str) -> bool:
 
 def together(x: Any, contexts: Any = None) -> np.ndarray:
     """Sums and counts of what shares a context, "2 U", sorted; each alone if none are given."""
-    each = pd.DataFrame({"x": np.asarray(x, float), "of": range(len(x)) if contexts is None else contexts})
-    sums = each.groupby("of")["x"].agg([lambda own: math.fsum(own), "size"]).to_numpy()
-    return sums[np.lexsort(sums.T[::-1])].T
+    of: dict[Any, list[float]] = {}
+    for value, context in zip(x, range(len(x)) if contexts is None else contexts, strict=True):
+        of.setdefault(context, []).append(float(value))
+    return np.array(sorted((math.fsum(own), len(own)) for own in of.values())).T
 
 
 def student(x: Any, contexts: Any = None) -> np.ndarray:
@@ -102,12 +104,14 @@ def mcnemar(won: Any, lost: Any) -> Any:
 def flips(d: np.ndarray) -> float:
     """In which share of all flips of signs the sum is at least as large, in size.
 
-    Up to 40 numbers by sums of either half; of more by all sums in steps of a hundred thousandth of their size.
+    Of multiples of one number by the sums of all flips; of others up to 40 by sums of either half, and of more as if
+    they were multiples of a hundred thousandth of their sum.
     """
     d, reached = d[d != 0], abs(d.sum()) - 1e-9 * np.abs(d).sum()
-    if len(d) > 40:
-        unit = np.abs(d).min()
-        unit = unit if np.allclose(d / unit, np.rint(d / unit), atol=1e-6) else np.abs(d).sum() / 1e5
+    unit = np.abs(d).min(initial=1.0)
+    multiples = np.abs(d).sum() < 1e5 * unit and np.allclose(d / unit, np.rint(d / unit), atol=1e-6)
+    if len(d) > 40 or multiples:
+        unit = unit if multiples else np.abs(d).sum() / 1e5
         steps, ways = np.rint(np.abs(d) / unit).astype(int), np.ones(1)
         for step in steps:
             ways = (np.pad(ways, (0, 2 * step)) + np.pad(ways, (2 * step, 0))) / 2
@@ -146,11 +150,61 @@ def decided(every: Any) -> list[tuple[float, float, float, float]]:
     return [(*each, p) for each, p in zip(found, holm([p for *_, p in found]), strict=True)]
 
 
-def agrees(shown: str, p: float, none: float) -> str:
-    """What is shown, where its interval holds its value, and `none` if a test leaves that open; or what is wrong."""
+def tango(won: int, lost: int, n: int) -> list[float]:
+    """Ends of the score interval of a difference of shares of the same rows, by maximising the likelihood."""
+
+    def excess(delta: float) -> float:
+        """How far the difference is from `delta`, in standard errors, beyond the normal's 97.5 % quantile."""
+        tied = lambda q: -scipy.special.xlogy([won, lost, n - won - lost], [q + delta, q, 1 - 2 * q - delta]).sum()
+        bounds = max(0.0, -delta), (1 - delta) / 2
+        q = scipy.optimize.minimize_scalar(tied, bounds=bounds, method="bounded", options={"xatol": 1e-9}).x
+        error = math.sqrt(max(2 * q + delta - delta**2, 1e-18) / n)
+        return abs((won - lost) / n - delta) / error - scipy.stats.norm.ppf(0.975)
+
+    ends = []
+    for edge in (-1 + 1e-9, 1 - 1e-9):
+        near, far = (won - lost) / n, edge
+        for _ in range(20):
+            middle = (near + far) / 2
+            near, far = (near, middle) if excess(middle) > 0 else (middle, far)
+        ends.append(far)
+    return ends
+
+
+def not_ruled_out(x: np.ndarray, y: np.ndarray, contexts: Any) -> np.ndarray | None:
+    """Between what the low and the high end of a mean difference's interval lie, "2 2"; None if fewer than 6 differ.
+
+    Of right and wrong answers Tango's, else between means over random subsets of contexts.
+    """
+    d = np.round((x - y).mean(0), 12)
+    sums, counts = together(d, contexts)
+    if (sums != 0).sum() < 6:
+        return None
+    if len(x) == 1 and len({*contexts}) == len(contexts) and np.isin([x, y], (0, 1)).all():
+        return np.repeat(tango(int((d > 0).sum()), int((d < 0).sum()), len(d)), 2).reshape(2, 2)
+    chosen = np.random.default_rng(1).random((8_000, len(sums))) < 0.5
+    near = (0.019, 0.031, 0.969, 0.981)  # of means that are drawn, the ends vary as much
+    return np.quantile(chosen @ sums / np.maximum(chosen @ counts, 1), near).reshape(2, 2)
+
+
+def agrees(
+    shown: str, p: float, none: float, x: np.ndarray, y: np.ndarray, contexts: Any, scaled: Any, form: str
+) -> str:
+    """What is shown, where its interval is the one of the differences, and as their test says; or what is wrong.
+
+    none: the difference that is none, which the interval holds where a test leaves that open. scaled: what makes a
+    difference of the mean one.
+    """
     value, low, high = map(float, NUMBER.findall(shown))
-    fits = low <= value <= high and (low <= none <= high if p > 0.05 else not low < none < high)
-    return shown if fits else f"an interval that p = {p:.2g} contradicts"
+    if not (low <= value <= high and (low <= none <= high if p > 0.05 else not low < none < high)):
+        return f"an interval that p = {p:.2g} contradicts"
+    found = not_ruled_out(x, y, contexts)
+    off = 0.6 * 10.0 ** -int(form[1])
+    for ends, side, shows in zip(found, (min, max), (low, high), strict=True) if found is not None else ():
+        least, most = (side(scaled(end), none) if p > 0.05 else scaled(end) for end in ends)
+        if not (least - off <= shows <= most + off or (shows == none and p <= 0.05)):
+            return f"an interval whose end is from {least:{form}} to {most:{form}}"
+    return shown
 
 
 # --- pages ---
@@ -312,14 +366,15 @@ def claims(page: pathlib.Path, every: dict[str, Any]) -> Iterator[Said]:
         own = sides(claim, functools.partial(of, row["model"]), likely, np.array([told["share"]]))
         found.append((*own, [*told["context"]]))
     tested = decided([(x, y, which) for x, y, *_, which in found])
-    for row, (x, y, ratio, testable, _), (mean, least, raw, p) in zip(rows, found, tested, strict=True):
+    for row, (x, y, ratio, testable, told), (mean, least, raw, p) in zip(rows, found, tested, strict=True):
         where, scaled = f"{row['claim']}, {row['model']}", np.exp if ratio else lambda x: 100 * np.array(x)
         means = [] if known[row["claim"]].get("kind") == "small" else np.array([x.mean(), y.mean()])
         words.append(word(p, mean, "holds", "not so here") if testable else "untestable here")
         form = ".3f" if ratio else ".1f"
         yield f"{where}, means", row["means"], scaled(np.negative(means) if ratio else means), ".1f"
         yield f"{where}, difference", row["difference"].partition(" [")[0], scaled(mean), form
-        yield f"{where}, interval", row["difference"], agrees(row["difference"], raw, scaled(0)), ""
+        sided = agrees(row["difference"], raw, scaled(0), x, y, tuple(told), scaled, form)
+        yield f"{where}, interval", row["difference"], sided, ""
         yield f"{where}, least", row["least"], scaled([least] if least else []), form
         yield f"{where}, word", row["word"], words[-1], ""
     each = ", ".join(f"{words.count(said)} {said}" for said in ("holds", "not so here", "undecided", "untestable here"))
@@ -435,6 +490,10 @@ def answers(page: pathlib.Path) -> Iterator[Said]:
             yield f"{where}, {place}", row[place], places.loc[where, side], ".1f"
         less = 100 * (own["ours"] - own["theirs"]).mean()
         yield f"{where}, difference", row["difference"].partition(" [")[0], less, ".1f"
+        both = *(own[side].to_numpy()[None] for side in ("ours", "theirs")), [*own["context"]]
+        ((_, _, p, _),) = decided([both])
+        ends = agrees(row["difference"], p, 0.0, *both, lambda d: 100 * d, ".1f")
+        yield f"{where}, interval", row["difference"], ends, ""
         equal = own["our_output"].fillna("") == own["their_output"].fillna("")
         yield f"{where}, same", row["same answers"], 100 * equal.mean(), ".0f"
         yield f"{where}, of prompt", row["of prompt"], 100 * own["share"].iloc[0], ".1f"
@@ -487,11 +546,13 @@ def main_job(page: pathlib.Path) -> Iterator[Said]:
         own, likely = [*rows], task == "perplexity"
         both = [(asked(task, row)[1], asked(task, every[0])[1]) for row in own]
         tested = decided([(x, y, range(x.shape[1])) for x, y in both])
-        for row, (x, _), (mean, _, raw, p) in zip(own, both, tested, strict=True):
+        for row, (x, y), (mean, _, raw, p) in zip(own, both, tested, strict=True):
             where = f"{row['method']} {row['budget']}, {task}"
             made, form = (np.exp(-mean), ".3f") if likely else (100 * mean, ".1f")
             yield f"{where}, difference", row["difference"].partition(" [")[0], made, form
-            yield f"{where}, interval", row["difference"], agrees(row["difference"], raw, float(likely)), ""
+            given, scaled = ((y, x), np.exp) if likely else ((x, y), lambda d: 100 * d)
+            ends = agrees(row["difference"], raw, float(likely), *given, range(x.shape[1]), scaled, form)
+            yield f"{where}, interval", row["difference"], ends, ""
             yield f"{where}, p", row["p"], "< 0.001" if p < 0.001 else p, ".3f"
             yield f"{where}, verdict", row["verdict"], word(p, mean), ""
             yield f"{where}, rows", row["rows"], str(x.size), ""
