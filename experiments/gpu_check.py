@@ -93,7 +93,7 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> jax.Array:
 def timings(report: Report, implementations: Sequence[Implementation]) -> None:
     """Every kernel with its floor, beside cuDNN and the quadratic formulation."""
     smoke = report.smoke
-    N, K, sizes = (2, 1, [(64, 64)]) if smoke else (32, 8, [(8192, 128), (32768, 128), (4096, 128), (8192, 64)])
+    N, K, sizes = (2, 1, [(64, 64)]) if smoke else (32, 8, [(32768, 128), (8192, 128), (4096, 128), (8192, 64)])
     for n, H in sizes:
         if not report.reaches("timings", f"n={n} H={H}", again=True):
             continue

@@ -228,7 +228,7 @@ VIEWS: dict[str, Callable[[], Any]] = {
 }
 VIEWS["claims"] = lambda: claims(RETRIEVED)
 VIEWS["claims-by-likelihood"] = lambda: claims(LIKELY)
-_IN_PASSAGES = ("", "-ahakv-keyformer")
+_IN_PASSAGES = ("", "-ahakv-keyformer", "-ada-kv")
 VIEWS["claims-in-passages"] = lambda: claims(
     [f"{_SMOLLM2}-perplexity{papers}/replication.md" for papers in _IN_PASSAGES]
 )
