@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvjax import Policy, methods, models, plan_memory
-from kvjax.experiments import findings, report
+from kvjax.experiments import report
 from kvjax.experiments.core import page, readme
 from kvjax.models.deepseek_v3 import LatentConfig
 from kvjax.models.families import FAMILIES
@@ -124,22 +124,6 @@ def claims_in_short():
     yield "{1} of {0} tries hold, the same 3 among them, and {2} are not so here".format(*readme.claims(readme.LIKELY))
 
 
-def scores_in_use():
-    """What decides where scores that nobody would choose are left out."""
-
-    def shares(model, scores):
-        with np.load(STORED / "findings" / f"what_decides-{model}.npz") as data:
-            sizes = map(len, (findings.SCORES, findings.PROTECTIONS, findings.DIVISIONS))
-            logs = np.log(data["kl"][:, 0]).mean(-1).reshape(*sizes)
-        found = findings.shares(logs[[name in scores for name in findings.SCORES]])
-        return [f"{100 * found[factor]:.1f}" for factor in ("score", "division", "protection")]
-
-    six, four = {*findings.SCORES} - {"random", "key norm"}, {"accumulated", "mean", "expected", "votes"}
-    yield f"Of the six others the score explains {shares(SMOLLM2, six)[0]} %"
-    yield f"(accumulated, mean and expected attention, votes) {shares(SMOLLM2, four)[0]} %, and on the embedded model"
-    yield "{} %, where division explains {} and protection {} %".format(*shares("embedded", four))
-
-
 def lengths():
     """Of SmolLM2's prompts of retrieval, which the full cache holds."""
     rows = gzip.decompress((STORED / "board" / SMOLLM2 / "scores.csv.gz").read_bytes()).decode().splitlines()
@@ -222,9 +206,8 @@ def test_two_heads_of_the_second_layer_are_open():
     ("file", "said"),
     [
         *((page, said) for page, many in (
-            ("experiments/FINDINGS.md", (claims_in_short, scores_in_use)),
+            ("experiments/FINDINGS.md", (claims_in_short,)),
             ("experiments/bench_results/board/README.md", (pooling, lengths)),
-            ("experiments/bench_results/findings/README.md", (scores_in_use,)),
             ("experiments/bench_results/learned_budget/README.md", (learned_budget,)),
             ("experiments/bench_results/peers/README.md", (curves, blocks, stream)),
             ("README.md", (results_in_short, beside_others)), ("kvjax/README.md", (about_curves,)),
