@@ -7,8 +7,8 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,31 @@ import numpy as np
 from kvjax.contract.checks import positive
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import LanguageModel
+from kvjax.models.experts import ExpertsConfig
 from kvjax.models.families import family_of, from_hugging_face, to_hugging_face
 from kvjax.models.gguf_tokenizer import write_tokenizer
 from kvjax.models.packaged import PACKAGED, fetched
+from kvjax.models.qwen3_next import DeltaConfig, Qwen35Config
 from kvjax.models.rope import Rope
 from kvjax.models.stored import SINGLE
 from kvjax.models.written import digest, folder, is_whole, remove, seal
 from kvjax.run.compiled import cache_folder
 
-_LAYOUT = 2  # of what is written: files are converted anew where it has changed
+_LAYOUT = 3  # of what is written: files are converted anew where it has changed
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 _STRIP = 1 << 22  # values that are converted at a time
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+_PLAIN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "glm4", "lfm2")
+_ARCHITECTURES = {own: f"{own.capitalize()}ForCausalLM" for own in _PLAIN} | {
+    "smollm3": "SmolLM3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "deepseek2": "DeepseekV3ForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
+}
 _SIZES = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -37,9 +50,56 @@ _SIZES = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
+_EXPERTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_GROUPS = {"n_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count"}
+_LATENT = {
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_nope_head_dim": "attention.key_length_mla",  # with the channels that turn
+    "v_head_dim": "attention.value_length_mla",
+}
+_DELTA = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_value_head_dim": "ssm.inner_size",  # of all heads
+}
+_DELTA_EXPERTS = _DELTA | _EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_OWN_SIZES = {
+    "lfm2": {"conv_L_cache": "shortconv.l_cache"},
+    "qwen3moe": _EXPERTS,
+    "gpt-oss": _EXPERTS,
+    "glm4moe": _EXPERTS | _GROUPS,
+    "deepseek2": _EXPERTS | _GROUPS | _LATENT,
+    "qwen3next": _DELTA_EXPERTS,
+    "qwen35": _DELTA,
+    "qwen35moe": _DELTA_EXPERTS,
+}
+_FURTHER = ("glm4moe", "deepseek2", "qwen3next", "qwen35", "qwen35moe")  # with layers that predict further ahead
 _PATTERN = "attention.sliding_window_pattern"
+_PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}  # of layers, the last of which has no window
 _FREQS, *_FACTORS = _TABLES = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _SCALINGS = ("none", "linear", "yarn", "longrope of phi3", "llama3 as rope_freqs")
+_RENAMED = {  # as llama.cpp calls tensors before it looks their names up
+    r"\.experts\.\d+\.": ".experts.",
+    r"e_score_correction_bias$": "e_score_correction.bias",
+    r"dt_bias$": "dt_proj.bias",
+    r"A_log$": "A_log.",
+    r"_proj_bias$": "_proj.bias",
+    r"(sinks|experts\.\w+_proj)$": r"\1.weight",
+}
+_SPLIT = {
+    "kv_b_proj": ("k_b_proj", "v_b_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "experts.gate_up_proj": ("experts.gate_proj", "experts.up_proj"),
+}
+_FLASH = 154880  # tokens of GLM-4.7-Flash, whose older files do not name the gate
 _TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")  # what ends a turn, where a chat template has it
 
 
@@ -74,7 +134,9 @@ def convert(file: pathlib.Path, directory: pathlib.Path, *, dtype: str = "float3
             config = _config(keys, tensors)
         except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
             raise ValueError(f"its metadata is damaged ({e!r}); convert the model again with llama.cpp") from e
-        named = _named(keys["general.architecture"], config, tensors)
+        own, layers = keys["general.architecture"], config.num_layers
+        further = range(layers, layers + keys.get(f"{own}.nextn_predict_layers", 0))
+        named = _named(own, config, tensors, tuple(f"blk.{layer}." for layer in further))
         raw = to_hugging_face(config, dtype=dtype) | {"pad_token_id": keys.get("tokenizer.ggml.padding_token_id")}
         ends = {k: x for k, x in raw.items() if k.endswith("_token_id")}
         ids = {None, *range(config.vocab_size)}
@@ -89,7 +151,7 @@ def convert(file: pathlib.Path, directory: pathlib.Path, *, dtype: str = "float3
                 raise ValueError(f"its tokenizer is damaged ({e!r}); convert the model again with llama.cpp") from e
             for name, content in (("config.json", raw), ("generation_config.json", ends)):
                 (new / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-            _write(new / SINGLE, named, keys["general.architecture"], config, dtype)
+            _write(new / SINGLE, named, dtype)
             seal(new)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
@@ -142,11 +204,14 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
     if kind != "model":
         raise ValueError(f"it is a {kind}, not a model; give the file of the model")
     if own not in _ARCHITECTURES:
-        raise ValueError(f"architecture {own!r} is not supported; supported are {_ARCHITECTURES}")
+        raise ValueError(f"architecture {own!r} is not supported; supported are {(*_ARCHITECTURES,)}")
     left = {k.removeprefix(f"{own}."): x for k, x in keys.items() if k.startswith(f"{own}.")}
     uniform = {k: x[0] for k, x in left.items() if isinstance(x, list) and k != _PATTERN and len({*x}) == 1}
     left |= uniform  # what is given by layer, and is the same in all
-    missing = [f"{own}.{key}" for key in _SIZES.values() if key not in left]
+    if "expert_feed_forward_length" in left:
+        left.setdefault("feed_forward_length", left["expert_feed_forward_length"])  # where no layer has another
+    owns = _OWN_SIZES.get(own, {})
+    missing = [f"{own}.{key}" for key in (*_SIZES.values(), *owns.values()) if key not in left]
     if missing or "token_embd.weight" not in tensors:
         raise ValueError(f"{missing or 'token_embd.weight'} is missing; convert the model again with llama.cpp")
     get = left.pop
@@ -157,6 +222,8 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
     width, heads, layers = raw["hidden_size"], raw["num_attention_heads"], raw["num_hidden_layers"]
     if layers > len(tensors):
         raise ValueError(f"{own}.block_count={layers}, but there are {len(tensors)} tensors; convert the model again")
+    raw |= {name: get(key) for name, key in owns.items()}
+    layers = raw["num_hidden_layers"] = layers - (get("nextn_predict_layers", 0) if own in _FURTHER else 0)
     head_dim = get("attention.key_length", None) or width // heads
     turning = get("rope.dimension_count", head_dim)
     tokens, template = keys.get("tokenizer.ggml.tokens", []), keys.get("tokenizer.chat_template", "")
@@ -164,36 +231,72 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
         raise ValueError(f"tokenizer.chat_template={template!r} is no text; convert the model again with llama.cpp")
     ends = [keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends += [tokens.index(turn) for turn in _TURNS if turn in template and turn in tokens]
+    kv_heads, window = get("attention.head_count_kv", heads), None
+    if own in ("gemma2", "gemma3", "phi3", "gpt-oss", "olmo2"):
+        window = get("attention.sliding_window", 4096 * (own == "gemma2")) or None
+    if own == "lfm2" and isinstance(kv_heads, list):
+        raw["layer_types"] = ["full_attention" if n else "conv" for n in kv_heads]
+        kv_heads = max(kv_heads)
+    architecture = "Olmo3ForCausalLM" if own == "olmo2" and window else _ARCHITECTURES[own]
+    if own == "mistral3" and "attention.temperature_scale" not in left:
+        architecture = "MistralForCausalLM"
     raw |= {
-        "architectures": [f"{own.capitalize()}ForCausalLM"],
+        "architectures": [architecture],
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
-        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "partial_rotary_factor": turning / head_dim,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "sliding_window": get("attention.sliding_window", 4096 * (own == "gemma2")) or None
-        if own in ("gemma2", "gemma3", "phi3")
-        else None,
+        "sliding_window": window,
         "bos_token_id": keys.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": [*dict.fromkeys(end for end in ends if end is not None)],
         **_rope(own, get, tensors, turning),
     }
-    if own in ("gemma2", "gemma3"):
-        every, caps = get(_PATTERN, 2 if own == "gemma2" else 6), (50.0, 30.0) if own == "gemma2" else (None, None)
+    if own in _PERIODS:
+        every = get(_PATTERN, _PERIODS[own])
         slides = every if isinstance(every, list) else [not every or (i + 1) % every for i in range(layers)]
         raw["layer_types"] = ["sliding_attention" if x else "full_attention" for x in slides]
+    if own in ("gemma2", "gemma3"):
+        caps = (50.0, 30.0) if own == "gemma2" else (None, None)
         raw["query_pre_attn_scalar"] = width // heads if layers in (46, 62) else head_dim  # those of 27 billion differ
         raw["attn_logit_softcapping"] = get("attn_logit_softcapping", caps[0])
         raw["final_logit_softcapping"] = get("final_logit_softcapping", caps[1])
+    raw |= _own_fields(own, get, raw, tensors, turning)
     same = dict.fromkeys((f"attention.{x}_length{y}" for x in ("key", "value") for y in ("", "_swa")), head_dim)
     same |= {"rope.dimension_count_swa": turning, "attention.causal": True}
     same |= {k: left.get(k) for k in ("rope.scaling.finetuned", "tensor_data_layout")}
-    same["vocab_size"] = raw["vocab_size"]
+    same |= {"vocab_size": raw["vocab_size"], "expert_gating_func": 1}
+    same |= {"attention.value_length": raw["kv_lora_rank"]} if own == "deepseek2" else {}
     if unknown := [f"{own}.{k}={x!r}" for k, x in left.items() if x != same.get(k, 0)]:
         raise ValueError(f"{unknown} is not supported; load the model from its own checkpoint, not from GGUF")
     return from_hugging_face(raw)
+
+
+def _own_fields(own: str, get: Any, raw: Mapping[str, Any], tensors: Mapping[str, Any], turning: int) -> dict[str, Any]:
+    """What families with experts or states have beside sizes, as config.json says it."""
+    more: dict[str, Any] = {"norm_eps": raw["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
+    if "num_experts" in raw:
+        more |= dict.fromkeys(("n_routed_experts", "num_local_experts"), raw["num_experts"])
+        more["norm_topk_prob"] = True
+    if "n_shared_experts" in raw:
+        gate = get("expert_gating_func", 2 if own == "glm4moe" or raw["vocab_size"] == _FLASH else 1)
+        if gate != 2:
+            raise ValueError(f"{own}.expert_gating_func={gate} is not supported; it must be 2 (sigmoid)")
+        more["norm_topk_prob"] = bool(get("expert_weights_norm", False))
+        more["routed_scaling_factor"] = get("expert_weights_scale", 0) or 1.0
+        more["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    if own == "glm4moe":
+        more |= {"n_group": get("expert_group_count", 1), "topk_group": get("expert_group_used_count", 1)}
+    if own == "deepseek2":
+        more |= {"q_lora_rank": get("attention.q_lora_rank", None), "partial_rotary_factor": None}
+        more |= {"qk_rope_head_dim": turning, "qk_nope_head_dim": raw["qk_nope_head_dim"] - turning}
+    if "linear_value_head_dim" in raw:
+        get("rope.dimension_sections", None)  # of a text, all sections have one position
+        more["linear_value_head_dim"] = raw["linear_value_head_dim"] // raw["linear_num_value_heads"]
+        more["full_attention_interval"] = get("full_attention_interval", 4)
+    return more
 
 
 def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[str, Any]:
@@ -201,9 +304,11 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
     theta, kind = get("rope.freq_base", 10000.0), get("rope.scaling.type", "linear")
     factor = get("rope.scaling.factor", 0) or get("rope.scale_linear", 0) or 1.0
     original, attention = get("rope.scaling.original_context_length", None), get("rope.scaling.attn_factor", None)
-    raw = {"rope_theta": theta, "rope_local_base_freq": get("rope.freq_base_swa", 10000.0)}
-    raw |= {"original_max_position_embeddings": original} if original else {}
-    section: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    local = get("rope.freq_base_swa", theta if own == "olmo2" else 10000.0)
+    raw: dict[str, Any] = {"rope_theta": theta, "rope_local_base_freq": local}
+    raw |= {"rope_parameters": {"sliding_attention": {"rope_theta": local}}} if own == "olmo2" else {}
+    length = {"original_max_position_embeddings": original} if original else {}
+    raw, section = raw | length, {"rope_type": kind, "factor": factor, **length}
     factors = {name: np.asarray(tensors[name].data, np.float64) for name in _TABLES if name in tensors}
     if own == "phi3" and factors:
         short, long = (factors.get(name, np.empty(0)).tolist() for name in _FACTORS)
@@ -219,15 +324,48 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
     if kind == "yarn":
         betas = {beta: get(f"rope.scaling.yarn_{beta}", None) for beta in ("beta_fast", "beta_slow")}
         section |= {**betas, "attention_factor": (attention or 1.0) * (1 + 0.1 * math.log(positive("factor", factor)))}
+        section |= _own_yarn(own, get, attention)
     elif attention not in (None, 1.0):
         raise ValueError(f"rope.scaling.attn_factor={attention} is supported for yarn and phi3 alone")
     elif kind not in ("none", "linear"):
         raise ValueError(f"rope.scaling.type {kind!r} is not supported for {own}; supported are {_SCALINGS}")
+    elif own == "mistral3" and (beta := get("attention.temperature_scale", None)):
+        raise ValueError(f"attention.temperature_scale={beta} is supported for yarn alone, not {kind!r}")
     return raw | ({"rope_scaling": section} if kind != "none" and factor != 1 else {})
 
 
-def _named(own: str, config: DecoderConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors by the names that transformers gives them."""
+def _own_yarn(own: str, get: Any, attention: float | None) -> dict[str, Any]:
+    """What YaRN's section says otherwise in some architectures."""
+    if own == "olmo2":  # the factor of config.json itself, by either name
+        attention = get("rope.scaling.yarn_attn_factor", attention)
+        return {"attention_factor": attention} if attention else {}
+    if own == "gpt-oss":
+        return {"truncate": False}
+    if own not in ("mistral3", "deepseek2"):
+        return {}
+    grows, scale = get("attention.temperature_scale", None), get("rope.scaling.yarn_log_multiplier", None)
+    if own == "deepseek2":  # a tenth of it, and the factor on turned channels is always one
+        if not scale or grows:
+            raise ValueError(
+                f"rope.scaling.yarn_log_multiplier={scale} beside attention.temperature_scale={grows} is not "
+                "supported for deepseek2's yarn; it must have the first alone"
+            )
+        return dict.fromkeys(("mscale", "mscale_all_dim"), round(scale * 10, 6)) | {"attention_factor": None}
+    section = {"mscale": 1.0, "mscale_all_dim": scale, "attention_factor": None} if scale else {}
+    return section | ({"llama_4_scaling_beta": grows} if grows else {})
+
+
+class _Made(NamedTuple):
+    """How a tensor of transformers is made: of which of the file, in what shape, as which expert, by what change."""
+
+    tensors: tuple[Any, ...]
+    shape: tuple[int, ...]
+    expert: int | None
+    change: Callable[..., np.ndarray] | None
+
+
+def _named(own: str, config: DecoderConfig, tensors: Mapping[str, Any], further: tuple[str, ...]) -> dict[str, _Made]:
+    """The tensors by the names that transformers gives them; those of layers `further` are not read."""
     import gguf
 
     family = family_of(config)
@@ -238,39 +376,96 @@ def _named(own: str, config: DecoderConfig, tensors: Mapping[str, Any]) -> dict[
     parts = [t for keys, leaf in leaves for t in family.tensors(tuple(k.key for k in keys), leaf.shape)]
     codes = {name: code for code, name in gguf.MODEL_ARCH_NAMES.items()}
     theirs = gguf.get_tensor_name_map(codes[own], config.num_layers)
-    names = {t.name: f"{theirs.get_name(stem)}.{end}" for t in parts for stem, _, end in [t.name.rpartition(".")]}
-    found = {(name, (*reversed(x.shape.tolist()),)) for name, x in tensors.items() if name not in _TABLES}
-    wanted = {(names[t.name], t.shape) for t in parts}
+    shapes = {n: x.shape.tolist()[::-1] for n, x in tensors.items() if n not in _TABLES and not n.startswith(further)}
+    wanted: set[Any] = set()
+    made: dict[str, Any] = {}
+    for t in parts:
+        old, expert = t.name, re.search(r"\.experts\.(\d+)\.", t.name)
+        for pattern, new in _RENAMED.items():
+            old = re.sub(pattern, new, old)
+        split = next((name for name in _SPLIT if name in old), "")
+        sources = []
+        for name in [old.replace(split, part) for part in _SPLIT.get(split, ("",))]:
+            stem, _, end = name.rpartition(".")
+            sources.append(f"{theirs.get_name(stem)}.{end}".rstrip("."))
+        shape = (config.num_experts, *t.shape) if expert and isinstance(config, ExpertsConfig) else t.shape
+        shape = (*shape[:-2], *shape[:-3:-1]) if t.flip else shape
+        wanted |= {(name, _squeezed(shapes.get(name, shape) if split else shape)) for name in sources}
+        made[t.name] = sources, t.shape, int(expert[1]) if expert else None, _change(own, config, t.name)
+    found = {(name, _squeezed(shape)) for name, shape in shapes.items()}
     if found != wanted:
         lost, more = (sorted(f"{name} {shape}" for name, shape in x)[:4] for x in (wanted - found, found - wanted))
         raise ValueError(f"tensors {lost} are missing and {more} not known; convert the model again with llama.cpp")
-    return {new: tensors[old] for new, old in names.items()}
+    return {new: _Made(tuple(tensors[name] for name in names), *how) for new, (names, *how) in made.items()}
 
 
-def _write(file: pathlib.Path, named: Mapping[str, Any], own: str, config: DecoderConfig, dtype: str) -> None:
+def _squeezed(shape: Any) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+def _change(own: str, config: Any, name: str) -> Callable[..., np.ndarray] | None:
+    """What undoes llama.cpp's change of a tensor, of which it gets all or, of three axes, some along the first."""
+    if own in ("llama", "smollm3", "mistral3") and (projection := re.search(r"\.([qk])_proj\.", name)):
+        heads = config.num_query_heads if projection[1] == "q" else config.num_kv_heads
+        # Channels that turn together are neighbours there.
+        return lambda x: x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    delta = isinstance(config, DeltaConfig)
+    if name.endswith("norm.weight"):
+        more = own in ("gemma2", "gemma3") or (delta and not name.endswith("linear_attn.norm.weight"))
+        return (lambda x: x - np.float32(1)) if more else None
+    if name.endswith("kv_b_proj.weight"):
+        return lambda k, v: np.concatenate([k.swapaxes(1, 2), v], 1).reshape(-1, v.shape[-1])
+    if own == "gpt-oss" and ".experts." in name:
+        turned = lambda x: x.swapaxes(1, 2) if x.ndim == 3 else x
+        joined = lambda *x: np.stack(x, 2).reshape(len(x[0]), -1, *x[0].shape[2:]) if len(x) > 1 else x[0]
+        return lambda *x: turned(joined(*x))
+    return (lambda *x: _heads_in_order(config, name, *x)) if delta and ".linear_attn." in name else None
+
+
+def _heads_in_order(config: DeltaConfig, name: str, x: np.ndarray, gates: np.ndarray | None = None) -> np.ndarray:
+    """Heads of gated DeltaNet in the order of transformers: each key head with its value heads."""
+    groups, keys = config.key_heads, 2 * config.key_heads * config.key_dim
+    if gates is not None:
+        each = [y.reshape(groups, -1, x.shape[-1]) for y in (*np.split(x, [keys // 2, keys]), gates)]
+        return np.concatenate(each, 1).reshape(-1, x.shape[-1])
+    x = np.log(-x) if name.endswith("A_log") else x
+    if not isinstance(config, Qwen35Config):
+        return x
+    first = keys if "in_proj_qkv" in name or "conv1d" in name else 0
+    x = x.T if "out_proj" in name else x
+    values = x[first:].reshape(config.value_heads // groups, groups, -1).swapaxes(0, 1).reshape(x[first:].shape)
+    x = np.concatenate([x[:first], values])
+    return x.T if "out_proj" in name else x
+
+
+def _write(file: pathlib.Path, named: Mapping[str, _Made], dtype: str) -> None:
     """Writes a file of safetensors, a few rows of a tensor at a time."""
     import gguf
 
     kind, place = jnp.dtype(dtype), 0
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, tensor in named.items():
-        place, start = place + int(tensor.n_elements) * kind.itemsize, place
-        shape = tensor.shape.tolist()[::-1]
-        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, place]}
+    for name, made in named.items():
+        place, start = place + math.prod(made.shape) * kind.itemsize, place
+        header[name] = {"dtype": _DTYPES[dtype], "shape": made.shape, "data_offsets": [start, place]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in named.items():
-            order = np.arange(len(tensor.data))
-            if own == "llama" and (projection := re.search(r"\.([qk])_proj\.", name)):  # channels that turn together
-                heads = config.num_query_heads if projection[1] == "q" else config.num_kv_heads  # are neighbours there
-                order = order.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-            less = np.float32(own in ("gemma2", "gemma3") and name.endswith("norm.weight"))
-            step = max(1, _STRIP // math.prod(tensor.shape[:-1].tolist()))
-            for i in range(0, len(order), step):
-                rows = gguf.dequantize(tensor.data[order[i : i + step]], tensor.tensor_type) - less
+        for name, (tensors, shape, expert, change) in named.items():
+            stored = [tensor.data if expert is None else tensor.data[expert] for tensor in tensors]
+            length, done = len(stored[0]), 0
+            step = max(1, _STRIP * length // int(tensors[0].n_elements))
+            step = length if change and len(tensors[0].shape) < 3 else step
+            for i in range(0, length, step):
+                read = [gguf.dequantize(x[i : i + step], t.tensor_type) for x, t in zip(stored, tensors, strict=True)]
+                rows = change(*read) if change else read[0]
+                done += rows.size
+                if rows.shape[1:] and rows.shape[-1] != shape[-1]:
+                    break
                 out.write(np.ascontiguousarray(rows, kind).view(np.uint8).data)
+            if done != math.prod(shape):
+                used = [f"{t.name} {t.shape.tolist()[::-1]}" for t in tensors]
+                raise ValueError(f"tensors {used} do not make {name} {shape}; convert the model again with llama.cpp")
 
 
 def main() -> None:
