@@ -31,17 +31,10 @@ _LAYOUT = 3  # of what is written: files are converted anew where it has changed
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 _STRIP = 1 << 22  # values that are converted at a time
 _PLAIN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "glm4", "lfm2")
-_ARCHITECTURES = {own: f"{own.capitalize()}ForCausalLM" for own in _PLAIN} | {
-    "smollm3": "SmolLM3ForCausalLM",
-    "mistral3": "Ministral3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-    "glm4moe": "Glm4MoeForCausalLM",
-    "deepseek2": "DeepseekV3ForCausalLM",
-    "qwen3next": "Qwen3NextForCausalLM",
-    "qwen35": "Qwen3_5ForCausalLM",
-    "qwen35moe": "Qwen3_5MoeForCausalLM",
-}
+_NAMED = {"smollm3": "SmolLM3", "mistral3": "Ministral3", "qwen3moe": "Qwen3Moe", "gpt-oss": "GptOss"}
+_NAMED |= {"glm4moe": "Glm4Moe", "deepseek2": "DeepseekV3", "qwen3next": "Qwen3Next"}
+_NAMED |= {"qwen35": "Qwen3_5", "qwen35moe": "Qwen3_5Moe"}
+_ARCHITECTURES = {own: own.capitalize() for own in _PLAIN} | _NAMED
 _SIZES = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -50,37 +43,18 @@ _SIZES = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-_EXPERTS = {
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
-_GROUPS = {"n_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count"}
-_LATENT = {
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_nope_head_dim": "attention.key_length_mla",  # with the channels that turn
-    "v_head_dim": "attention.value_length_mla",
-}
-_DELTA = {
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-    "linear_value_head_dim": "ssm.inner_size",  # of all heads
-}
-_DELTA_EXPERTS = _DELTA | _EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
-_OWN_SIZES = {
-    "lfm2": {"conv_L_cache": "shortconv.l_cache"},
-    "qwen3moe": _EXPERTS,
-    "gpt-oss": _EXPERTS,
-    "glm4moe": _EXPERTS | _GROUPS,
-    "deepseek2": _EXPERTS | _GROUPS | _LATENT,
-    "qwen3next": _DELTA_EXPERTS,
-    "qwen35": _DELTA,
-    "qwen35moe": _DELTA_EXPERTS,
-}
+_EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_EXPERTS |= {"moe_intermediate_size": "expert_feed_forward_length"}
+_GROUPS = {"n_shared_experts": "expert_shared_count", "first_k_dense_replace": "leading_dense_block_count", **_EXPERTS}
+_LATENT = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count", **_GROUPS}
+_LATENT |= {"kv_lora_rank": "attention.kv_lora_rank", "v_head_dim": "attention.value_length_mla"}
+_LATENT |= {"qk_nope_head_dim": "attention.key_length_mla"}  # with the channels that turn
+_DELTA = {"linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank"}
+_DELTA |= {"linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size"}
+_DELTA |= {"linear_value_head_dim": "ssm.inner_size"}  # of all heads
+_SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length", **_DELTA, **_EXPERTS}
+_OWN_SIZES = {"lfm2": {"conv_L_cache": "shortconv.l_cache"}, "qwen3moe": _EXPERTS, "gpt-oss": _EXPERTS}
+_OWN_SIZES |= {"glm4moe": _GROUPS, "deepseek2": _LATENT, "qwen3next": _SHARED, "qwen35": _DELTA, "qwen35moe": _SHARED}
 _FURTHER = ("glm4moe", "deepseek2", "qwen3next", "qwen35", "qwen35moe")  # with layers that predict further ahead
 _PATTERN = "attention.sliding_window_pattern"
 _PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}  # of layers, the last of which has no window
@@ -94,11 +68,8 @@ _RENAMED = {  # as llama.cpp calls tensors before it looks their names up
     r"_proj_bias$": "_proj.bias",
     r"(sinks|experts\.\w+_proj)$": r"\1.weight",
 }
-_SPLIT = {
-    "kv_b_proj": ("k_b_proj", "v_b_proj"),
-    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-    "experts.gate_up_proj": ("experts.gate_proj", "experts.up_proj"),
-}
+_SPLIT = {"kv_b_proj": ("k_b_proj", "v_b_proj"), "in_proj_qkvz": ("in_proj_qkv", "in_proj_z")}
+_SPLIT |= {"experts.gate_up_proj": ("experts.gate_proj", "experts.up_proj")}
 _FLASH = 154880  # tokens of GLM-4.7-Flash, whose older files do not name the gate
 _TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")  # what ends a turn, where a chat template has it
 
@@ -237,11 +208,10 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
     if own == "lfm2" and isinstance(kv_heads, list):
         raw["layer_types"] = ["full_attention" if n else "conv" for n in kv_heads]
         kv_heads = max(kv_heads)
-    architecture = "Olmo3ForCausalLM" if own == "olmo2" and window else _ARCHITECTURES[own]
-    if own == "mistral3" and "attention.temperature_scale" not in left:
-        architecture = "MistralForCausalLM"
+    other = "Olmo3" if own == "olmo2" and window else "Mistral" if own == "mistral3" else ""
+    other = "" if "attention.temperature_scale" in left else other
     raw |= {
-        "architectures": [architecture],
+        "architectures": [f"{other or _ARCHITECTURES[own]}ForCausalLM"],
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
@@ -263,6 +233,8 @@ def _config(keys: Mapping[str, Any], tensors: Mapping[str, Any]) -> DecoderConfi
         raw["query_pre_attn_scalar"] = width // heads if layers in (46, 62) else head_dim  # those of 27 billion differ
         raw["attn_logit_softcapping"] = get("attn_logit_softcapping", caps[0])
         raw["final_logit_softcapping"] = get("final_logit_softcapping", caps[1])
+    if other == "Olmo3":
+        raw["rope_parameters"] = {"sliding_attention": {"rope_theta": raw["rope_local_base_freq"]}}
     raw |= _own_fields(own, get, raw, tensors, turning)
     same = dict.fromkeys((f"attention.{x}_length{y}" for x in ("key", "value") for y in ("", "_swa")), head_dim)
     same |= {"rope.dimension_count_swa": turning, "attention.causal": True}
@@ -306,7 +278,6 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
     original, attention = get("rope.scaling.original_context_length", None), get("rope.scaling.attn_factor", None)
     local = get("rope.freq_base_swa", theta if own == "olmo2" else 10000.0)
     raw: dict[str, Any] = {"rope_theta": theta, "rope_local_base_freq": local}
-    raw |= {"rope_parameters": {"sliding_attention": {"rope_theta": local}}} if own == "olmo2" else {}
     length = {"original_max_position_embeddings": original} if original else {}
     raw, section = raw | length, {"rope_type": kind, "factor": factor, **length}
     factors = {name: np.asarray(tensors[name].data, np.float64) for name in _TABLES if name in tensors}
@@ -329,8 +300,6 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
         raise ValueError(f"rope.scaling.attn_factor={attention} is supported for yarn and phi3 alone")
     elif kind not in ("none", "linear"):
         raise ValueError(f"rope.scaling.type {kind!r} is not supported for {own}; supported are {_SCALINGS}")
-    elif own == "mistral3" and (beta := get("attention.temperature_scale", None)):
-        raise ValueError(f"attention.temperature_scale={beta} is supported for yarn alone, not {kind!r}")
     return raw | ({"rope_scaling": section} if kind != "none" and factor != 1 else {})
 
 
@@ -343,15 +312,13 @@ def _own_yarn(own: str, get: Any, attention: float | None) -> dict[str, Any]:
         return {"truncate": False}
     if own not in ("mistral3", "deepseek2"):
         return {}
-    grows, scale = get("attention.temperature_scale", None), get("rope.scaling.yarn_log_multiplier", None)
-    if own == "deepseek2":  # a tenth of it, and the factor on turned channels is always one
-        if not scale or grows:
-            raise ValueError(
-                f"rope.scaling.yarn_log_multiplier={scale} beside attention.temperature_scale={grows} is not "
-                "supported for deepseek2's yarn; it must have the first alone"
-            )
+    scale = get("rope.scaling.yarn_log_multiplier", None)
+    if own == "deepseek2":  # a tenth of it, and the factor on channels that turn is always one
+        if not scale:
+            raise ValueError(f"rope.scaling.yarn_log_multiplier={scale} is not supported beside deepseek2's yarn")
         return dict.fromkeys(("mscale", "mscale_all_dim"), round(scale * 10, 6)) | {"attention_factor": None}
     section = {"mscale": 1.0, "mscale_all_dim": scale, "attention_factor": None} if scale else {}
+    grows = get("attention.temperature_scale", None)
     return section | ({"llama_4_scaling_beta": grows} if grows else {})
 
 
@@ -454,14 +421,12 @@ def _write(file: pathlib.Path, named: Mapping[str, _Made], dtype: str) -> None:
         for name, (tensors, shape, expert, change) in named.items():
             stored = [tensor.data if expert is None else tensor.data[expert] for tensor in tensors]
             length, done = len(stored[0]), 0
-            step = max(1, _STRIP * length // int(tensors[0].n_elements))
+            step = max(1, _STRIP // math.prod(stored[0].shape[1:]))
             step = length if change and len(tensors[0].shape) < 3 else step
             for i in range(0, length, step):
                 read = [gguf.dequantize(x[i : i + step], t.tensor_type) for x, t in zip(stored, tensors, strict=True)]
                 rows = change(*read) if change else read[0]
-                done += rows.size
-                if rows.shape[1:] and rows.shape[-1] != shape[-1]:
-                    break
+                done += rows.size * (rows.ndim < 2 or rows.shape[-1] == shape[-1])
                 out.write(np.ascontiguousarray(rows, kind).view(np.uint8).data)
             if done != math.prod(shape):
                 used = [f"{t.name} {t.shape.tolist()[::-1]}" for t in tensors]

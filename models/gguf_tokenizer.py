@@ -15,14 +15,21 @@ _WORDS = _END + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}{_END}?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*"))
 _LLAMA3 = (_WORDS.replace("DIGITS", "{1,3}"),)
+_MARKED = _WORDS.replace("DIGITS", "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_AFTER = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_DEEPSEEK = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+_DEEPSEEK += r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CUTS: Final[dict[str, tuple[str, ...]]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_WORDS.replace("DIGITS", ""),)),
-    "dbrx": (_LLAMA3[0],),
-    "gpt-4o": (_CASED + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3[0],)),
+    "qwen35": (_MARKED,),
+    "gpt-4o": (_CASED + r"|\p{N}{1,3}" + _AFTER,),
+    "tekken": (_CASED.replace(f"{_END}?", "") + r"|\p{N}" + _AFTER,),
+    "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK),
 }
 """What cuts a text into words, by `tokenizer.ggml.pre`: each expression cuts what the one before it left."""
 
@@ -76,7 +83,7 @@ def _by_bytes(own: Mapping[str, Any], tokens: list[str], types: list[int], unkno
         raise ValueError(f"tokenizer.ggml.pre {pre!r} is not supported; supported are {sorted(_CUTS)}")
     if not own.get("merges"):
         raise ValueError("tokenizer.ggml.merges is missing; convert the model again with llama.cpp")
-    merges, whole = [tuple(pair.split(" ", 1)) for pair in own["merges"]], _CUTS[pre] is _LLAMA3
+    merges, whole = [tuple(pair.split(" ", 1)) for pair in own["merges"]], _CUTS[pre] is _LLAMA3 or pre == "tekken"
     try:
         made: Any = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=whole))
     except Exception as e:  # of the library tokenizers, which has none of its own

@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import unittest.mock
 import zipfile
@@ -40,10 +41,62 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def stacked(tensors):
+    """Experts one behind another, as llama.cpp writes them."""
+    found = {}
+    for name in sorted(tensors):
+        found.setdefault(re.sub(r"experts\.\d", "experts", name), []).append(tensors[name])
+    return {name: np.stack(x) if ".experts." in name and len(x) > 1 else x[0] for name, x in found.items()}
+
+
+def as_llama_cpp(own, c, name, x):
+    """A tensor as its conversion changes it, by the names that it is looked up by."""
+    end, delta = name.rpartition("layers.")[2].partition(".")[2], own in ("qwen3next", "qwen35", "qwen35moe")
+    to = lambda **new: {name.replace(end, key.replace("__", ".")): y for key, y in new.items()}
+
+    def tiled(y, first=0):  # the first value head of each key head, then the second of each
+        if own == "qwen3next":
+            return y
+        heads = y[first:].reshape(c.key_heads, c.value_heads // c.key_heads, -1).swapaxes(0, 1)
+        return np.concatenate([y[:first], heads.reshape(y[first:].shape)])
+
+    if own in ("llama", "smollm3", "mistral3") and end[:11] in ("self_attn.q", "self_attn.k"):
+        heads = c.num_query_heads if "q_proj" in end else c.num_kv_heads
+        return {name: x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)}
+    if name.endswith("norm.weight"):
+        return {name: x + (own[:5] == "gemma" or (delta and end != "linear_attn.norm.weight"))}
+    if end == "self_attn.kv_b_proj.weight":
+        k, v = np.split(x.reshape(c.num_query_heads, -1, c.latent_dim), [c.unturned_dim], 1)
+        return to(self_attn__k_b_proj__weight=k.swapaxes(1, 2), self_attn__v_b_proj__weight=v)
+    if end.endswith("e_score_correction_bias"):
+        return to(mlp__gate__e_score_correction__bias=x)
+    if end == "self_attn.sinks":
+        return to(self_attn__sinks__weight=x)
+    if own == "gpt-oss" and ".experts." in name:
+        bias = end.endswith("bias")
+        x, kind = (x, "bias") if bias else (x.swapaxes(1, 2), "weight")
+        own_name = lambda part: f"mlp__experts__{part}_proj__{kind}"
+        return to(**{own_name("gate"): x[:, ::2], own_name("up"): x[:, 1::2]} if "up" in end else {own_name("down"): x})
+    if end == "conv.conv.weight":
+        return {name: x.squeeze(1)}
+    if not end.startswith("linear_attn."):
+        return {name: x}
+    part, keys = end.split(".")[1], 2 * c.key_heads * c.key_dim
+    if part == "in_proj_qkvz":
+        wide = c.value_heads // c.key_heads * c.value_dim
+        each = np.split(x.reshape(c.key_heads, -1, c.embed_dim), np.cumsum([c.key_dim, c.key_dim, wide]), 1)
+        q, k, v, z = (y.reshape(-1, c.embed_dim) for y in each)
+        return to(linear_attn__in_proj_qkv__weight=np.concatenate([q, k, v]), linear_attn__in_proj_z__weight=z)
+    changes = {"A_log": lambda: -np.exp(tiled(x)), "conv1d": lambda: tiled(x.squeeze(1), keys)}
+    changes |= {"in_proj_qkv": lambda: tiled(x, keys), "out_proj": lambda: tiled(x.T).T}
+    changes |= {"in_proj_ba": lambda: x, "dt_bias": lambda: tiled(x)}
+    x = changes.get(part, lambda: tiled(x))()
+    return to(linear_attn__dt_proj__bias=x) if part == "dt_bias" else {name: x}
+
+
 def write(path, source, own="llama", kind=Kind.F32, more=None, tables=None, endian=gguf.GGUFEndian.LITTLE):
     """A checkpoint as llama.cpp writes it; `more` are other keys, None for one that is left out."""
     config, writer = models.load(source)[0].config, gguf.GGUFWriter(path, own, endianess=endian)
-    heads = {"q_proj": config.num_query_heads, "k_proj": config.num_kv_heads}
     sizes = {"context_length": config.max_position, "embedding_length": config.embed_dim}
     sizes |= {"block_count": config.num_layers, "feed_forward_length": config.mlp_dim, "vocab_size": config.vocab_size}
     sizes |= {"attention.head_count": config.num_query_heads, "attention.head_count_kv": config.num_kv_heads}
@@ -56,13 +109,13 @@ def write(path, source, own="llama", kind=Kind.F32, more=None, tables=None, endi
             types.get(type(x), writer.add_uint32)(key, x)
     names = gguf.get_tensor_name_map({n: k for k, n in gguf.MODEL_ARCH_NAMES.items()}[own], config.num_layers)
     tensors = dict(tables or {})
-    for name, x in load_file(source / "model.safetensors").items():
-        stem, _, end = name.rpartition(".")
-        turned = heads.get(stem.rpartition(".")[2]) if own == "llama" else None  # a pair's channels lie side by side
-        x = x if turned is None else x.reshape(turned, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-        tensors[f"{names.get_name(stem)}.{end}"] = x.astype(np.float32) + (own[:5] == "gemma" and stem.endswith("norm"))
+    for theirs, whole in stacked(load_file(source / "model.safetensors")).items():
+        for name, x in as_llama_cpp(own, config, theirs, whole.astype(np.float32)).items():
+            stem, _, end = name.rpartition(".")
+            tensors[names.get_name(name) or f"{names.get_name(stem)}.{end}"] = x
     for name, x in tensors.items():
         used = kind if x.ndim > 1 else Kind.F32
+        used = Kind.MXFP4 if own == "gpt-oss" and "exps.weight" in name else used
         x = x.astype(np.float64) if used is Kind.F64 else gguf.quantize(x.astype(np.float32), used)
         writer.add_tensor(name, x, raw_dtype=used)
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
@@ -97,6 +150,7 @@ def test_a_quantised_file_has_the_dequantised_weights(tmp_path):
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+_PATTERN = "attention.sliding_window_pattern"
 YARN, LONG = {"factor": 4.0, "original_max_position_embeddings": 16}, [1.5, 2.0, 3.0, 4.0, 5.0, 6.5, 7.0, 8.0]
 SCALED = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 SECTION = {"rope_type": "longrope", "short_factor": LONG[:6], "long_factor": LONG[2:], "attention_factor": 1.25}
@@ -110,6 +164,109 @@ CASES = {
     "gemma3": ("gemma3", {"sliding_window": 8}, {"attention.sliding_window": 8, "rope.freq_base": 1e6}),
     "phi3": ("phi3", {**PHI3, "sliding_window": 9}, {"attention.sliding_window": 9, "rope.scaling.attn_factor": 1.25}),
 }
+SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_experts": 4, "n_routed_experts": 4}
+SPARSE |= {"num_local_experts": 4, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+SPARSE_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+GROUP_KEYS = {**SPARSE_KEYS, "expert_group_count": 2, "expert_group_used_count": 1, "expert_shared_count": 1}
+GROUP_KEYS |= {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
+GROUP_KEYS |= {"leading_dense_block_count": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 10}
+LATENT_KEYS = {"attention.kv_lora_rank": 8, "attention.q_lora_rank": 12, "attention.value_length": 8}
+LATENT_KEYS |= {"attention.key_length_mla": 10, "attention.value_length_mla": 10}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6}
+DELTA |= {"full_attention_interval": 3, "partial_rotary_factor": 0.5, "shared_expert_intermediate_size": 12}
+DELTA_KEYS = {"ssm.conv_kernel": 4, "ssm.state_size": 6, "ssm.group_count": 2, "ssm.time_step_rank": 4}
+DELTA_KEYS |= {"ssm.inner_size": 24, "full_attention_interval": 3}
+SHARED_KEYS = {**SPARSE_KEYS, "expert_shared_feed_forward_length": 12}
+NEXT = {f"blk.3.{name}.weight": np.ones((32, 64)) for name in ("attn_norm", "nextn.eh_proj")}
+NEXT_KEYS = {"block_count": 4, "nextn_predict_layers": 1}
+GROWING = {"rope_type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN_LOG = {**SCALED, "rope.scaling.yarn_log_multiplier": 1.0}
+OLMO3 = {"rope_scaling": {"rope_type": "yarn", **YARN, "attention_factor": 1.2}, "rope_theta": 5e5, "sliding_window": 8}
+OLMO3_KEYS = {**SCALED, "attention.sliding_window": 8, _PATTERN: [True, True, False]}
+OURS = {
+    "smollm3": ("smollm3", "SmolLM3", {"num_hidden_layers": 4}, {}, {}),
+    "olmo2": ("olmo2", "Olmo2", {}, {}, {}),
+    "olmo3": (
+        "olmo2",
+        "Olmo3",
+        {**OLMO3, "layer_types": [*["sliding_attention"] * 2, "full_attention"]},
+        {**OLMO3_KEYS, "rope.scaling.attn_factor": 1.2},
+        {},
+    ),
+    "glm4": ("glm4", "Glm4", {}, {}, {}),
+    "mistral3": ("mistral3", "Mistral", {"sliding_window": None}, {}, {}),
+    "ministral3": (
+        "mistral3",
+        "Ministral3",
+        {"rope_scaling": {**GROWING, "llama_4_scaling_beta": 0.1}},
+        {**YARN_LOG, "attention.temperature_scale": 0.1},
+        {},
+    ),
+    "lfm2": (
+        "lfm2",
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+        {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0]},
+        {},
+    ),
+    "qwen3moe": ("qwen3moe", "Qwen3Moe", SPARSE, SPARSE_KEYS, {}),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOss",
+        {**SPARSE, "sliding_window": 8, "rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}},
+        {**SCALED, **SPARSE_KEYS, "attention.sliding_window": 8, "expert_feed_forward_length": 64},
+        {},
+    ),
+    "glm4moe": ("glm4moe", "Glm4Moe", {**SPARSE, "use_qk_norm": True}, {**GROUP_KEYS, **NEXT_KEYS}, NEXT),
+    "deepseek2": (
+        "deepseek2",
+        "DeepseekV3",
+        {**SPARSE, **LATENT, "first_k_dense_replace": 1, "rope_scaling": GROWING},
+        {**GROUP_KEYS, **LATENT_KEYS, **YARN_LOG, "rope.scaling.yarn_log_multiplier": 0.1},
+        {},
+    ),
+    "qwen3next": ("qwen3next", "Qwen3Next", {**SPARSE, **DELTA}, {**DELTA_KEYS, **SHARED_KEYS}, {}),
+    "qwen35": (
+        "qwen35",
+        "Qwen3_5",
+        DELTA,
+        {**DELTA_KEYS, **NEXT_KEYS, "rope.dimension_sections": [2, 1, 1, 0]},
+        NEXT,
+    ),
+    "qwen35moe": (
+        "qwen35moe",
+        "Qwen3_5Moe",
+        {**SPARSE, **DELTA, "intermediate_size": 8},
+        {**DELTA_KEYS, **SHARED_KEYS, "feed_forward_length": None},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_family_is_undone(tmp_path, name):
+    """Experts, latents and states stand as llama.cpp has them; layers that predict further ahead are left."""
+    own, architecture, raw, more, tables = OURS[name]
+    config = from_hugging_face({**SIZES, **raw, "architectures": [f"{architecture}ForCausalLM"]})
+    model, key = models.LanguageModel(config), iter(jax.random.split(jax.random.key(0), 400))
+    steps = jnp.array([0.5, 1, 1.5, 2, 3, 4, 6]) / 16  # which MXFP4 holds
+    drawn = lambda path, x: (
+        jax.random.choice(next(key), steps, x.shape)
+        if own == "gpt-oss" and "experts" in str(path)
+        else jax.random.normal(next(key), x.shape) / 4
+    )
+    params = jax.tree_util.tree_map_with_path(drawn, model.shapes)
+    models.save(tmp_path / "saved", model, params)
+    more = {f"{own}.{k}": x for k, x in more.items()}
+    again, read = models.load(write(tmp_path / "model.gguf", tmp_path / "saved", own, more=more, tables=tables))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), read, params)
+    assert [*again.config.rope.used] == pytest.approx([*config.rope.used])
+    assert dataclasses.replace(again.config, norm_eps=config.norm_eps, rope=config.rope) == config
+    ids = jnp.arange(3, 27, dtype=jnp.int32)[None]
+    logits = lambda model, params: np.asarray(kvjax.prefill(model, params, ids, max_new_tokens=0)[0])
+    wanted = logits(model, params)
+    np.testing.assert_allclose(logits(again, read), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,6 +300,10 @@ CUTS = {
     "smollm": "It|'s| | a| |1|2|3|4|\n\n| naïve| 山羊| <|eos|>| |5|½| I|'|LL|\t|go",
     "llama-bpe": "It|'s| | a| |123|4|\n\n| naïve| 山羊| <|eos|>| |5½| I|'LL|\tgo",
     "qwen2": "It|'s| | a| |1|2|3|4|\n\n| naïve| 山羊| <|eos|>| |5|½| I|'LL|\tgo",
+    "qwen35": "It|'s| | a| |1|2|3|4|\n\n| naïve| 山羊| <|eos|>| |5|½| I|'LL|\tgo",
+    "glm4": "It|'s| | a| |123|4|\n\n| naïve| 山羊| <|eos|>| |5½| I|'LL|\tgo",
+    "tekken": "It|'s| | a| |1|2|3|4|\n\n| naïve| 山羊| <|eos|>| |5|½| I|'LL|\tgo",
+    "deepseek-v3": "It|'s| | a| |123|4|\n\n| naïve| |山羊| <|eos|>| |5½| I|'LL|\tgo",
     "gpt-4o": "It's| | a| |123|4|\n\n| naïve| 山羊| <|eos|>| |5½| I'LL|\tgo",
     "default": "It|'|s| | a| |123|4|\n\n| naïve| 山羊| |<|eos|>| |5½| I|'|LL|\t|go",
 }
@@ -162,7 +323,7 @@ def test_a_text_is_cut_as_its_pre_tokenizer_says(tmp_path, pre):
     cut = ours.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
     assert [TEXT[a:b] for _, (a, b) in cut] == CUTS[pre].split("|")
     assert pre != "gpt-2" or ours(TEXT).input_ids == theirs(TEXT).input_ids
-    assert ours(TEXT).input_ids[:1] == ([1] if pre == "llama-bpe" else theirs("It").input_ids)
+    assert ours(TEXT).input_ids[:1] == ([1] if pre in ("llama-bpe", "tekken") else theirs("It").input_ids)
     assert ours.decode(ours(TEXT).input_ids, skip_special_tokens=True) == TEXT.replace("<eos>", "")
     assert models.encode(ours, [{"role": "user", "content": "go"}]) == [1, *theirs("go").input_ids]
 
@@ -213,7 +374,7 @@ BAD = {
     "freqs": ({"tables": {"rope_freqs.weight": np.arange(1.0, 17)}}, None, "are not of Llama 3.1's scaling"),
     "tokenizer": ({"more": tokenizer_keys(["a"], "bert")}, None, "tokenizer 'bert' is not supported; supported are"),
     "size": ({"more": tokenizer_keys([*"abcdef"])}, None, "has 6 tokens of 6 types, but the embedding 389 rows"),
-    "pre": ({"more": tokenizer_keys(MANY, pre="?")}, None, r"pre '\?' .* are \['dbrx'"),
+    "pre": ({"more": tokenizer_keys(MANY, pre="?")}, None, r"pre '\?' .* are \['chatglm-bpe', 'dbrx'"),
     "merges": ({"more": tokenizer_keys(MANY)}, None, "tokenizer.ggml.merges is missing"),
     "pairs": (
         {"more": tokenizer_keys(MANY, merges=["x y"])},
@@ -228,6 +389,23 @@ BAD = {
     "rows": ({"more": {"llama.vocab_size": 390}}, None, r"llama.vocab_size=390'\] is not supported"),
     "adapter": ({"more": {"general.type": "adapter"}}, None, "it is a adapter, not a model"),
     "tensor": ({"tables": {"blk.0.extra.weight": np.ones(3)}}, None, r"and \['blk.0.extra.weight \(3,\)'\] not known"),
+    "experts of none": ({"own": "qwen3moe"}, None, r"\['qwen3moe.expert_count', .*_length'\] is missing; convert"),
+    "gate": (
+        {"own": "glm4moe", "more": {f"glm4moe.{k}": x for k, x in {**GROUP_KEYS, "expert_gating_func": 1}.items()}},
+        None,
+        r"glm4moe.expert_gating_func=1 is not supported; it must be 2",
+    ),
+    "latent": (
+        {"own": "deepseek2", "more": {f"deepseek2.{k}": x for k, x in (GROUP_KEYS | LATENT_KEYS | SCALED).items()}},
+        None,
+        "yarn_log_multiplier=None is not supported beside deepseek2's yarn",
+    ),
+    "growth": (
+        {"own": "mistral3", "more": {"mistral3.attention.temperature_scale": 0.1}},
+        None,
+        r"mistral3.attention.temperature_scale=0.1\d*'\] is not supported",
+    ),
+    "gemma4": ({"own": "gemma4"}, None, r"architecture 'gemma4' is not supported; supported are \('llama', 'qwen2'"),
     "kind": ({"kind": Kind.F64}, None, r"stored as \['F64'\], which is not supported; supported are \('F32'"),
 }
 
