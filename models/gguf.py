@@ -253,7 +253,8 @@ def _own_fields(own: str, get: Any, raw: Mapping[str, Any], tensors: Mapping[str
         more |= dict.fromkeys(("n_routed_experts", "num_local_experts"), raw["num_experts"])
         more["norm_topk_prob"] = True
     if "n_shared_experts" in raw:
-        gate = get("expert_gating_func", 2 if own == "glm4moe" or raw["vocab_size"] == _FLASH else 1)
+        flash = raw["vocab_size"] == _FLASH and raw["num_hidden_layers"] in (47, 48)
+        gate = get("expert_gating_func", 2 if own == "glm4moe" or flash else 1)
         if gate != 2:
             raise ValueError(f"{own}.expert_gating_func={gate} is not supported; it must be 2 (sigmoid)")
         more["norm_topk_prob"] = bool(get("expert_weights_norm", False))
@@ -300,7 +301,7 @@ def _rope(own: str, get: Any, tensors: Mapping[str, Any], turning: int) -> dict[
         raise ValueError(f"rope.scaling.attn_factor={attention} is supported for yarn and phi3 alone")
     elif kind not in ("none", "linear"):
         raise ValueError(f"rope.scaling.type {kind!r} is not supported for {own}; supported are {_SCALINGS}")
-    return raw | ({"rope_scaling": section} if kind != "none" and factor != 1 else {})
+    return raw | {"rope_scaling": section if kind != "none" and factor != 1 else {"rope_type": "default"}}
 
 
 def _own_yarn(own: str, get: Any, attention: float | None) -> dict[str, Any]:
