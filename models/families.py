@@ -66,9 +66,17 @@ def from_hugging_face(raw: Mapping[str, Any], *, dtype: str = "float32") -> Deco
     family = _BY_ARCHITECTURE[architecture]
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        if method != "mxfp4" or not family.packed:
+        if not (method == "mxfp4" and family.packed) and block_of(raw) is None:
             raise ValueError(f"the checkpoint is quantised ({method}); load one with float tensors")
     return family.config(**family.read(raw, architecture), dtype=dtype)
+
+
+def block_of(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a factor in a checkpoint of 8 bits (fp8, E4M3); None of every other."""
+    match raw.get("quantization_config"):
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **other}:
+            return (rows, columns) if min(rows, columns) > 0 and other.get("fmt", "e4m3") == "e4m3" else None
+    return None
 
 
 def to_hugging_face(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:

@@ -53,8 +53,45 @@ class Stored:
         return _DTYPES.get(self.kind)
 
 
+class Coded(Stored):
+    """A tensor that is stored in fewer bits than its numbers have."""
+
+    @property
+    def dtype(self) -> str:
+        """What the model that is published so runs in."""
+        return "bfloat16"
+
+    def read(self, i: int) -> np.ndarray:
+        """The `i`-th member along its first axis, in float32.
+
+        Raises:
+          ValueError: a file that has been cut short since its header was read.
+        """
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class Packed(Stored):
+class Scaled(Coded):
+    """A matrix in 8 bits (E4M3), of which each block has a factor (DeepSeek-V3, arXiv 2412.19437, Section 3.3.2).
+
+    Attributes:
+      scales: where the factors lie, in float32.
+      block: rows and columns of a block; the last ones may be smaller.
+    """
+
+    scales: Stored
+    block: tuple[int, int]
+
+    def read(self, i: int) -> np.ndarray:
+        """A row."""
+        columns, blocks = self.shape[1], self.scales.shape[1]
+        (numbers,) = _bytes(self.file, self.offset, columns, 1, i).view(jnp.float8_e4m3fn)
+        (factors,) = _bytes(self.scales.file, self.scales.offset, 4 * blocks, 1, i // self.block[0]).view(np.float32)
+        return numbers.astype(np.float32) * np.repeat(factors, self.block[1])[:columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(Coded):
     """A list of matrices in 4 bits (MXFP4, OCP Microscaling Formats 1.0), whose shape is that of their transposes.
 
     32 numbers of a row share a power of two. `offset` is that of the numbers, two in a byte.
@@ -65,17 +102,8 @@ class Packed(Stored):
 
     scales: Stored
 
-    @property
-    def dtype(self) -> str:
-        """What holds every number of it."""
-        return "bfloat16"
-
     def read(self, i: int) -> np.ndarray:
-        """A matrix, transposed, in float32.
-
-        Raises:
-          ValueError: a file that has been cut short since its header was read.
-        """
+        """A matrix, transposed."""
         codes = _bytes(self.file, self.offset, self.shape[1] // 2, self.shape[2], i)
         exponents = _bytes(self.scales.file, self.scales.offset, self.scales.shape[2], self.shape[2], i)
         numbers = np.stack([_E2M1[codes & 15], _E2M1[codes >> 4]], axis=-1).reshape(*exponents.shape, -1)
@@ -94,6 +122,32 @@ def _bytes(file: pathlib.Path, offset: int, width: int, rows: int, i: int) -> np
     if len(found) != rows * width:
         raise ValueError(f"{file} has been cut short while it was read; copy or download it again")
     return np.frombuffer(found, np.uint8).reshape(rows, width)
+
+
+def scaled(tensors: dict[str, Stored], block: tuple[int, int]) -> dict[str, Stored]:
+    """Tensors, of which a matrix NAME in 8 bits and its `NAME_scale_inv` are one, NAME.
+
+    Args:
+      tensors: by name.
+      block: rows and columns that share a factor.
+
+    Raises:
+      ValueError: factors of another shape or dtype, or of a tensor that has no 8 bits.
+    """
+    found = dict(tensors)
+    for other, scales in tensors.items():
+        if (name := other.removesuffix("_scale_inv")) == other:
+            continue
+        t, _ = found.get(name), found.pop(other)
+        shape = None if t is None else tuple(-(-n // b) for n, b in zip(t.shape, block, strict=False))
+        if t is None or len(t.shape) != 2 or (t.kind, scales.kind, scales.shape) != ("F8_E4M3", "F32", shape):
+            there = "is missing" if t is None else f"has shape {t.shape} in {t.kind}"
+            raise ValueError(
+                f"{scales.file}: {other} has shape {scales.shape} in {scales.kind} and {name} {there}; matrices in "
+                f"F8_E4M3 have a factor in F32 for each block of {block[0]} x {block[1]}"
+            )
+        found[name] = Scaled(t.file, t.kind, t.shape, t.offset, scales, block)
+    return found
 
 
 def unpacked(tensors: dict[str, Stored]) -> dict[str, Stored]:
@@ -263,7 +317,7 @@ def fill(out: np.ndarray, tensor: Stored, index: tuple[slice, ...], pool: Execut
 
 def _fill_rows(out: np.ndarray, tensor: Stored, start: int, columns: tuple[slice, ...]) -> tuple[int, int]:
     """`fill` of the rows of a tensor from `start` on."""
-    if isinstance(tensor, Packed):
+    if isinstance(tensor, Coded):
         lost = stored = 0
         for i in range(len(out)):
             values = tensor.read(start + i)[columns]
@@ -317,6 +371,9 @@ def same(a: Stored, b: Stored) -> bool:
 
 def _strips(tensor: Stored) -> Iterator[np.ndarray]:
     """The numbers of a tensor, so many at a time."""
+    if isinstance(tensor, Coded):
+        yield from map(tensor.read, range(tensor.shape[0]))
+        return
     kind, size = jnp.dtype(tensor.dtype), math.prod(tensor.shape)
     with tensor.file.open("rb") as f:
         f.seek(tensor.offset)

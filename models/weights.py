@@ -26,7 +26,7 @@ from kvjax.contract.checks import one_of
 from kvjax.generation.sampling import Sampler
 from kvjax.models.config import DTYPES, DecoderConfig
 from kvjax.models.decoder import LanguageModel
-from kvjax.models.families import family_of, from_hugging_face, to_hugging_face
+from kvjax.models.families import block_of, family_of, from_hugging_face, to_hugging_face
 from kvjax.models.generation_config import read_sampler, with_end_ids
 from kvjax.models.sources import CONFIG, GENERATION, TOKENIZER, local_path, locate, repository
 from kvjax.models.stored import (
@@ -40,6 +40,7 @@ from kvjax.models.stored import (
     fill,
     read_json,
     same,
+    scaled,
     stored_tensors,
     unpacked,
     weight_files,
@@ -102,6 +103,8 @@ def load(
     if len(tensors) < len(found):  # of text and images: whether its two configs say it or not, it has a head or none
         config = dataclasses.replace(config, tie_embeddings=f"{family.head}.weight" not in tensors)
     tensors = unpacked(tensors) if family.packed else tensors
+    if block := block_of(read_json(path / CONFIG)):
+        tensors = scaled(tensors, block)
     tensors = tensors if family.stacked is None else apart(tensors, family.stacked)
     if family.further:
         ahead = lambda n: n.startswith("mtp.") or (_layer(n) or 0) >= config.num_layers

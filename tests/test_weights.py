@@ -413,6 +413,36 @@ def test_experts_in_4_bits(experts, tmp_path, dtype):
         np.testing.assert_array_equal(params[f"layers_{layer}"]["mlp"]["experts"][leaf], wanted)
 
 
+@pytest.mark.parametrize("damage", [None, "scales of another shape", "no numbers"])
+def test_matrices_in_8_bits(tiny, tmp_path, damage):
+    """As DeepSeek-V3 is published: blocks of 3 x 5 have a factor, the last rows and columns smaller ones."""
+    model, params = tiny
+    models.save(tmp_path, model, params)
+    raw, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    rng, wanted = np.random.default_rng(0), {}
+    for name in [n for n in tensors if "_proj" in n]:
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].astype(jnp.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = rng.uniform(0.5, 2, (-(-rows // 3), -(-columns // 5))).astype(np.float32)
+        factors = tensors[f"{name}_scale_inv"][np.arange(rows)[:, None] // 3, np.arange(columns) // 5]
+        wanted[name] = tensors[name].astype(np.float32) * factors
+    if damage == "no numbers":
+        del tensors[name]
+    elif damage:
+        tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"][1:].copy()
+    how = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [3, 5]}
+    write(tmp_path, {**raw, "quantization_config": how}, tensors)
+    if damage:
+        with pytest.raises(ValueError, match=rf"{name}_scale_inv has shape .* a factor in F32 for each block of 3 x 5"):
+            models.load(tmp_path)
+        return
+    model, params = models.load(tmp_path)
+    models.save(tmp_path / "again", model, params)
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
 @pytest.mark.parametrize("damage", ["no scales", "other scales", "blocks of 8"])
 def test_experts_in_4_bits_that_do_not_fit(experts, tmp_path, damage):
     _, tensors = in_4_bits(experts, tmp_path)
