@@ -35,6 +35,9 @@ FACTS = [
     ("edit_similarity", "# nothing else", ["x = 2"], 0.0),
     ("names", "Al Pacino, Lin-Manuel O'Hara", ["1. **Al Pacino** It\n2. Lin-Manuel O'Hara, Meryl B. Streep"], 2 / 3),
     ("count", "There are 12 of 30, so 12.", ["12"], 2 / 3),
+    ("final_step", "a = 1 ;  b = 2 ; final  2", ["a = 7 ; final 2"], 1.0),
+    ("final_step", "final 2 ; b", ["final 2"], 0.0),
+    ("leading_steps", "a = 1 ; b = 3 ; final 2", ["a = 1 ; b = 2 ; final 2"], 1 / 3),
     ("retrieval", "Paragraph 7, not 17 or 70", ["Paragraph 7"], 1 / 3),
     ("retrieval", "段落7", ["段落7"], 1.0),
 ]

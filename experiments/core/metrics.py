@@ -17,6 +17,8 @@ Where there are several references, the best counts, but for `contains_all` and 
 | `meteor` | METEOR, by nltk and WordNet | summaries |
 | `edit_similarity` | of the first line of code to the reference, by difflib | LongBench's code completion |
 | `names` | the share of the reference's names (several capitalised words) that the output has | RoCo's Figure 6 |
+| `final_step` | the last step equals the reference's; a step ends with ";" | kvjax's tasks that think aloud |
+| `leading_steps` | the share of the reference's steps before the first that is otherwise | those |
 | `count` | the share of the output's numbers that equal the reference | LongBench's passage_count |
 | `retrieval` | the share that equal the reference's paragraph | LongBench's passage_retrieval |
 
@@ -29,6 +31,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import logging
 import numbers
 import re
@@ -177,6 +180,21 @@ def _share_of_numbers(output: str, wanted: str) -> float:
     return found.count(wanted) / len(found) if found else 0.0
 
 
+def _final_step(output: str, reference: str) -> float:
+    return float(_steps(output)[-1] == _steps(reference)[-1])
+
+
+def _leading_steps(output: str, reference: str) -> float:
+    wanted = _steps(reference)
+    same = (a == b for a, b in zip(_steps(output), wanted, strict=False))
+    return len([*itertools.takewhile(bool, same)]) / len(wanted)
+
+
+def _steps(text: str) -> list[str]:
+    """Steps of an answer, each with one space between its words."""
+    return [" ".join(step.split()) for step in text.split(";")]
+
+
 def _retrieval(output: str, reference: str) -> float:
     paragraph = re.search(r"(?:Paragraph |段落)(\d+)", reference)
     if paragraph is None:
@@ -288,6 +306,8 @@ METRICS: Final[dict[str, Metric]] = {
         Metric("names", _best(_names)),
         Metric("count", _best(lambda output, reference: _share_of_numbers(output, reference.strip()))),
         Metric("retrieval", _best(_retrieval)),
+        Metric("final_step", _best(_final_step)),
+        Metric("leading_steps", _best(_leading_steps)),
     )
 }
 """Every metric by its name; `find` makes sure that one can be used."""

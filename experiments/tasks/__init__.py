@@ -9,6 +9,7 @@ Every task is text: a context, a question about it, and the values that a right 
 import inspect
 
 from kvjax.configs import loading
+from kvjax.experiments.tasks.aloud import ALOUD
 from kvjax.experiments.tasks.base import BadRow as BadRow
 from kvjax.experiments.tasks.base import Builder as Builder
 from kvjax.experiments.tasks.base import Example as Example
@@ -37,6 +38,7 @@ TASKS: dict[str, Builder] = {
     **{build.__name__: build for build in (single_needle, several_needles, multi_query, key_value, perplexity)},
     **{build.__name__: build for build in (needle, needle_number, two_instructions, multi_turn, multi_turn_key_value)},
     **RULER,
+    **ALOUD,
     **{build.__name__: build for build in (sliding_perplexity, streaming_perplexity, evicted_perplexity)},
     **{
         build.__name__: build

@@ -152,13 +152,14 @@ def initial_params(key: Array) -> PyTree[Any]:
     return jax.tree.map(jnp.asarray, params)
 
 
-def previous_token_start(params: PyTree[Any], num_heads: int = 4, strength: float = 16.0, pairs: int = 5) -> None:
-    """Query heads of layer 0 that look one token back, written into `params`.
+def previous_token_start(
+    params: PyTree[Any], num_heads: int = 4, strength: float = 16.0, pairs: int = 5, c: ModelConfig = CONFIG
+) -> None:
+    """Query heads of layer 0 that look one token back, written into `params` of a model.
 
     Embedding channel 0 is a constant. Queries and keys read it into their fastest rotary pairs, queries turned back by
     one position, so that their product is largest at distance 1.
     """
-    c = CONFIG
     freq = c.rope.frequencies(c.head_dim)[:pairs]
     normed = _CONSTANT / (_EMBEDDING_STD**2 + _CONSTANT**2 / c.embed_dim) ** 0.5  # the constant after RMSNorm
     size = strength**0.5 / normed
@@ -173,13 +174,14 @@ def previous_token_start(params: PyTree[Any], num_heads: int = 4, strength: floa
         k[:pairs, 0] = size
 
 
-def induction_start(params: PyTree[Any], num_kv_heads: int = 2, match: float = 1.7, copy: float = 0.5) -> None:
+def induction_start(
+    params: PyTree[Any], num_kv_heads: int = 2, match: float = 1.7, copy: float = 0.5, c: ModelConfig = CONFIG
+) -> None:
     """KV heads of layer 1 that find earlier occurrences of the current token and copy what followed.
 
     Keys read what layer 0's previous-token heads wrote, queries read the current token through the same projection, and
     outputs are values transposed.
     """
-    c = CONFIG
     h, group = c.head_dim, c.num_query_heads // c.num_kv_heads
     first, second = (params[f"layers_{i}"]["self_attn"] for i in range(2))
     for j in range(num_kv_heads):

@@ -1,0 +1,173 @@
+"""Tasks whose answers are long: a model works step by step, and later steps need what earlier ones have written.
+
+Prompts and answers are made of the words of `VOCABULARY`, for a model that was trained on them (`train.py reasoner`). A
+step ends with ";", and the last one holds the result: `final_step` compares it, `leading_steps` says how far an answer
+was right. The prompt is short; an answer has as many steps as fit into its tokens (`--answer`, 256 if not given).
+"""
+
+import bisect
+import string
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvjax.experiments.tasks.base import Builder, Example, Question, Task, example
+
+ANSWER: Final = 256
+LETTERS: Final = tuple(string.ascii_lowercase)
+DIGITS: Final = tuple(string.digits)
+WORDS: Final = tuple("+ = : ; ? chain restated once cups swap sort least rest add carry code from final".split())
+VOCABULARY: Final = (*LETTERS, *DIGITS, *WORDS)
+"""All words of prompts and answers, each with a space before it."""
+REGISTERS: Final = 8
+Steps = tuple[str, list[str]]
+"""What is asked, and the steps of its answer."""
+
+
+def _number(n: int, digits: int = 3) -> str:
+    return " ".join(str(n).zfill(digits))
+
+
+def _chain(rng: np.random.Generator, count: int, restated: bool) -> Steps:
+    """Registers that are renewed in turn, each from another one; the last step says one that is asked for."""
+    names = [LETTERS[i] for i in rng.permutation(len(LETTERS))[:REGISTERS]]
+    value = {name: int(rng.integers(10)) for name in names}
+    # The register that is read was written between 2 and all steps before, never in the step before.
+    back = rng.integers(2, REGISTERS, REGISTERS)
+    rules = {name: (names[i - back[i]], int(rng.integers(1, 10))) for i, name in enumerate(names)}
+    asked = names[int(rng.integers(REGISTERS))]
+    state = lambda: " ".join(f"{name} {x}" for name, x in value.items())
+    written = " ; ".join(f"{name} = {other} + {n}" for name, (other, n) in rules.items())
+    prompt = f"chain {'restated' if restated else 'once'} : {state()} ; {written} ; {_number(count)} : {asked} ?"
+    steps = []
+    for i in range(count):
+        name = names[i % REGISTERS]
+        other, n = rules[name]
+        before, old = f"{state()} : " if restated else "", value[other]
+        value[name] = (old + n) % 10
+        steps.append(f"{before}{_number(i + 1)} : {name} = {other} + {n} = {old} + {n} = {value[name]}")
+    return prompt, [*steps, f"final {asked} = {value[asked]}"]
+
+
+def _restated(rng: np.random.Generator, count: int) -> Steps:
+    return _chain(rng, count, True)
+
+
+def _once(rng: np.random.Generator, count: int) -> Steps:
+    return _chain(rng, count, False)
+
+
+def _cups(rng: np.random.Generator, count: int) -> Steps:
+    """Letters in places, of which two change theirs in each step; each step writes all."""
+    places = [LETTERS[i] for i in rng.permutation(len(LETTERS))[:6]]
+    swaps = [sorted(rng.permutation(6)[:2].tolist()) for _ in range(count)]
+    told = " ; ".join(f"{_number(i + 1)} swap {a} {b}" for i, (a, b) in enumerate(swaps))
+    prompt, steps = f"cups {' '.join(places)} ; {told} ?", []
+    for i, (a, b) in enumerate(swaps):
+        places[a], places[b] = places[b], places[a]
+        steps.append(f"{_number(i + 1)} swap {a} {b} : {' '.join(places)}")
+    return prompt, [*steps, f"final {' '.join(places)}"]
+
+
+def _sort(rng: np.random.Generator, count: int) -> Steps:
+    """The least of a list is taken out, again and again; each step writes what is left."""
+    pairs = [f"{LETTERS[i // 10]} {i % 10}" for i in rng.permutation(260)[:count]]
+    prompt, left, steps = f"sort {' '.join(pairs)} ?", list(pairs), []
+    while left:
+        left.remove(least := min(left))
+        steps.append(f"least {least} rest {' '.join(left)}".rstrip())
+    return prompt, [*steps, f"final {max(pairs)}"]
+
+
+def _add(rng: np.random.Generator, count: int) -> Steps:
+    """Two numbers, a column a step from the last one on, with the carry written out; columns have names."""
+    columns = [f"{LETTERS[i // 26]} {LETTERS[i % 26]}" for i in rng.permutation(676)[:count]]
+    digits, carry, steps = rng.integers(0, 10, (count, 2)).tolist(), 0, []
+    told = " ; ".join(f"{name} {a} {b}" for name, (a, b) in zip(columns, digits, strict=True))
+    for name, (a, b) in zip(columns, digits, strict=True):
+        total = a + b + carry
+        steps.append(f"{name} : {a} + {b} + {carry} = {total % 10} carry {total // 10}")
+        carry = total // 10
+    return f"add {told} ?", [*steps, f"final carry {carry}"]
+
+
+def _passcode(rng: np.random.Generator, count: int, in_prompt: bool) -> Steps:
+    """A code before a chain and behind it: said in the prompt, or worked out in the answer's first step."""
+    code, more = rng.integers(0, 10, (2, 4))
+    said = lambda digits: " ".join(map(str, digits))
+    chain, steps = _chain(rng, count, False)
+    if in_prompt:
+        return f"code {said(code)} ; {chain}", [*steps[:-1], f"final code {said(code)}"]
+    found = said((code + more) % 10)
+    first = f"code {said(code)} + {said(more)} = {found}"
+    return f"code from {said(code)} + {said(more)} ; {chain}", [first, *steps[:-1], f"final code {found}"]
+
+
+def _in_prompt(rng: np.random.Generator, count: int) -> Steps:
+    return _passcode(rng, count, True)
+
+
+def _in_answer(rng: np.random.Generator, count: int) -> Steps:
+    return _passcode(rng, count, False)
+
+
+KINDS: Final[dict[str, tuple[Callable[[np.random.Generator, int], Steps], str]]] = {
+    "chain_restated": (_restated, "A chain of sums; each step restates all that it needs."),
+    "chain_once": (_once, "A chain of sums; a step needs what was said once, up to eight steps before."),
+    "cups": (_cups, "Places of cups that are swapped, with a scratch pad of all."),
+    "sorting": (_sort, "A list that is sorted by its least member, again and again."),
+    "addition": (_add, "The sum of two long numbers, with carries written out."),
+    "passcode_in_prompt": (_in_prompt, "A code that the prompt says, asked for behind a chain of sums."),
+    "passcode_in_answer": (_in_answer, "A code that the answer's first step works out, asked for behind a chain."),
+}
+"""What makes a task's prompt and steps, by its name, and what it asks."""
+
+
+def text_of(steps: Sequence[str]) -> str:
+    """An answer, as it is to be written."""
+    return " ; ".join(steps)
+
+
+def drawn(task: Task, name: str, index: int) -> Steps:
+    """A prompt, and as many steps as an answer's tokens have room for.
+
+    Raises:
+      ValueError: no room for a step, or a prompt and an answer beyond the model's positions.
+    """
+    answer, make = task.answer or ANSWER, KINDS[name][0]
+    tokens = lambda text: len(task.ids(text.split()))
+    steps_of = lambda count: make(task.rng(name, index), count)
+    too_long = lambda count: tokens(text_of(steps_of(count)[1])) >= answer  # the token that ends it included
+    count = bisect.bisect_left(range(1, answer), True, key=too_long)
+    if count == 0:
+        least = tokens(text_of(steps_of(1)[1])) + 1
+        raise ValueError(f"{name} needs {least} tokens of an answer for a step; give --answer {least} or more")
+    prompt, steps = steps_of(count)
+    if task.limit is not None and (needed := len(task.begin) + tokens(prompt) + answer) > task.limit:
+        raise ValueError(
+            f"{name} has {needed} tokens with its answer of {answer}, but the model's positions end at {task.limit}; "
+            f"give a smaller --answer"
+        )
+    return prompt, steps
+
+
+def _builder(name: str) -> Builder:
+    def build(task: Task, index: int) -> Example:
+        prompt, steps = drawn(task, name, index)
+        told, ask = prompt.rsplit(" ", 1)
+        question = Question(
+            task.ask(task.ids([ask])),
+            references=(text_of(steps),),
+            metric="final_step",
+            max_new_tokens=task.answer or ANSWER,
+        )
+        context = (*task.begin, *task.ids(told.split()))
+        return example(name, index, context, question, length=float(len(context)), steps=float(len(steps)))
+
+    build.__name__, build.__doc__ = name, KINDS[name][1]
+    return build
+
+
+ALOUD: Final[dict[str, Builder]] = {name: _builder(name) for name in KINDS}
+"""The tasks by name."""

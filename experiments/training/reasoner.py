@@ -1,0 +1,111 @@
+"""Trains the reasoner: a small Llama that answers the tasks that think aloud (`tasks/aloud.py`), step by step.
+
+It starts with the embedded model's previous-token and induction heads, learns short answers first, and sees prompts and
+answers of all kinds one after another in a document. Positions jump, so that short documents show long distances.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Annotated, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jaxtyping import Array, PyTree
+
+from kvjax.experiments import corpus
+from kvjax.experiments.tasks.aloud import KINDS, VOCABULARY, text_of
+from kvjax.experiments.training import loop
+from kvjax.experiments.training.embedded import induction_start, previous_token_start
+from kvjax.experiments.training.loop import ANSWER, FIRST
+from kvjax.models import LanguageModel, ModelConfig, Rope, save
+from kvjax.models.tokenizer import write_tokenizer
+from kvjax.run.layers import without_cache
+
+WORDS: Final = (*loop.SPECIAL.values(), *VOCABULARY)
+IDS: Final = {word: i for i, word in enumerate(WORDS)}
+CONFIG: Final = ModelConfig(
+    vocab_size=len(WORDS),
+    embed_dim=256,
+    mlp_dim=512,
+    num_layers=5,
+    num_query_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    rope=Rope(theta=10000.0),
+    tie_embeddings=True,
+    max_position=4096,
+    bos_id=IDS[corpus.BOS],
+    eos_ids=(IDS[corpus.EOS],),
+)
+_STD = 0.1  # of embeddings
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage(loop.DocumentStage):
+    """A stretch of the curriculum.
+
+    Attributes:
+      most: steps of an answer.
+    """
+
+    most: int = 8
+
+
+CURRICULUM: Final = (
+    Stage(1500, 128, 24, most=4, until=0.97),
+    Stage(900, 256, 12, most=12, until=0.985),
+    Stage(700, 512, 7, most=30, until=0.99),
+    Stage(600, 1024, 4, most=70, until=0.995),
+    Stage(400, 2048, 2, most=140, rate=(1.0, 0.02)),
+)
+
+
+def document(rng: np.random.Generator, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts and answers until a document is full: token ids, and the class of each.
+
+    What follows the last "=" of a step costs as answers do, and says how many are right.
+    """
+    tokens, classes, kinds = [], [], [*KINDS.values()]
+    while len(tokens) < stage.length + 1:
+        make, _ = kinds[rng.integers(len(kinds))]
+        prompt, steps = make(rng, int(rng.integers(1, stage.most + 1)))
+        asked, answer = [corpus.BOS, *prompt.split()], [*text_of(steps).split(), corpus.EOS]
+        results = [i for i, word in enumerate(answer) if word == "="]
+        of_answer = np.full(len(answer), ANSWER)
+        of_answer[np.array(results, int) + 1] = FIRST
+        tokens += [IDS[word] for word in (*asked, *answer)]
+        classes += [0] * len(asked) + of_answer.tolist()
+    return np.array(tokens[: stage.length + 1]), np.array(classes[: stage.length + 1])
+
+
+def batch(seed: int, step: int, stage: Stage) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, classes, positions) of one step: a function of seed and step alone, whoever asks."""
+    jumps = 0.5 if stage.length >= 192 else 0.0
+    return loop.drawn(np.random.default_rng([seed, step]), stage, document, jumps=jumps, most=CONFIG.max_position)
+
+
+def initial_params(key: Array) -> PyTree[Any]:
+    """Random parameters, with heads that look one token back and heads that go on as before."""
+    params = loop.initialised(LanguageModel(CONFIG).shapes, key, embedding_std=_STD)
+    params = jax.tree.map(np.array, params)
+    previous_token_start(params, c=CONFIG)
+    induction_start(params, c=CONFIG)
+    return jax.tree.map(jnp.asarray, params)
+
+
+HOW = loop.Options(pathlib.Path("results/train_reasoner"), pathlib.Path("results/reasoner"))
+
+
+def train(how: Annotated[loop.Options, tyro.conf.arg(name="")] = HOW) -> None:
+    """Trains the reasoner, or goes on where an interrupted run stopped."""
+    model = LanguageModel(CONFIG)
+
+    def write(params: PyTree[Any]) -> None:
+        save(how.output, model, params, dtype="float16")
+        write_tokenizer(how.output, WORDS, special=loop.SPECIAL)
+
+    of_step = functools.partial(batch, how.seed)
+    loop.train(initial_params, model, without_cache, 3e-3, of_step, CURRICULUM, how, write)
