@@ -6,7 +6,7 @@ Letters: R turned channels, P other channels of a query, C latent channels, V ch
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -124,12 +124,21 @@ class Attention(nn.Module):
         return dense(c, c.embed_dim, c.out_bias, "o_proj")(y), cache, stats
 
 
+_ALONE: Final = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""What configs say of the router that is done in one way."""
+
+
 def _read(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if "num_local_experts" in raw:  # the name that transformers takes, too
         raw = {"n_routed_experts": raw["num_local_experts"], **raw}
     raw = {**_DEFAULTS[architecture], **raw}
     size = lambda key, least=1: whole(key, raw[key], least=least)
+    for key, only in _ALONE.items():
+        if raw.get(key, only) != only:
+            raise ValueError(f"{key}={raw[key]!r} is not supported; DeepSeek-V3's is {only!r}")
     R, C = size("qk_rope_head_dim"), size("kv_lora_rank")
+    if R % 2:
+        raise ValueError(f"qk_rope_head_dim={R} is odd, but channels turn in pairs; it must be even")
     sizes = read_sizes({**raw, "head_dim": R + C, "num_key_value_heads": 1})
     L, lite = sizes["num_layers"], architecture == "Glm4MoeLiteForCausalLM"
     rope = Rope.from_hugging_face(raw, sizes["max_position"])
