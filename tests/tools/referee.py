@@ -283,9 +283,21 @@ def rated(own: pd.DataFrame, full: pd.DataFrame) -> float:
     return float(np.mean([np.mean([one(metric, *x) for x in zip(*asked, strict=True)]) for metric, *asked in each]))
 
 
+def asked(page: pathlib.Path, said: str, full: pd.DataFrame) -> Iterator[Said]:
+    """Tokens of a part's prompts, all of which the full cache holds, and how many examples share a context."""
+    (line,) = [x for x in page.read_text().splitlines() if x.startswith(f"{said}: Prompts have")] or [""]
+    if tokens := re.match(r".*?have ([\d,]+ to [\d,]+ tokens, [\d,]+)", line):
+        yield f"{said}, tokens", tokens[1], [full["live"].min(), full["live"].max(), full["live"].mean()], ".0f"
+    if shared := re.search(r"\d+ examples have \d+ contexts", line):
+        yield f"{said}, contexts", shared[0], [len(full), full["context"].nunique()], ".0f"
+
+
 def board(page: pathlib.Path) -> Iterator[Said]:
     """Scores or perplexities, bytes and live tokens; and of all pairs at a share of bytes what tests say."""
     of, level = records(page.with_name("scores.csv.gz"), "part", "method", "budget"), {}
+    for said, part in PARTS.items():
+        if (part, "full", "1.0") in of:
+            yield from asked(page, said[0].upper() + said[1:], of[part, "full", "1.0"])
     for heading, rows in tables(page):
         said, share = re.findall(r"## (.+?)(?:, (\S+) % of the bytes|, the full cache.*|: how far.*)$", heading)[0]
         said = said[0].lower() + said[1:]
@@ -303,6 +315,10 @@ def board(page: pathlib.Path) -> Iterator[Said]:
             taken, needed = (100 * own[x].max() / full["kv_bytes"].max() for x in ("kv_bytes", "kv_bytes_needed"))
             made = {"score, % or perplexity": value, "edit_similarity": value, "bytes of full": taken, "needed": needed}
             made["live of prompt"] = 100 * (own["live"] / full["live"]).mean()
+            for column, kind in (("at equal live tokens", "live"), ("by its own setting", "own")):
+                if row.get(column):
+                    other = of[part, name, f"{kind}-{at:g}"]["value"]
+                    made[column] = np.exp(student(other, shared)) if likely else 100 * score(other, shared)
             for column in made.keys() & row.keys():
                 yield f"{heading}, {row['method']}, {column}", row[column], made[column], ".1f"
             policies.append(own["value"].to_numpy() * (-1 if likely else 1))
@@ -525,7 +541,7 @@ def main_job(page: pathlib.Path) -> Iterator[Said]:
     of = records(page.with_name("samples.jsonl.gz"), "task", "method", "budget")
     (_, every), _, (_, compared), _ = tables(page)
 
-    def asked(task: str, row: dict[str, str]) -> tuple[pd.DataFrame, np.ndarray]:
+    def lines_of(task: str, row: dict[str, str]) -> tuple[pd.DataFrame, np.ndarray]:
         """Lines of a policy, and its scores or log-likelihoods: "1 N"."""
         tasks = {key[0] for key in of if key[0] != "perplexity"} if task == "average" else {task.replace(" ", "_")}
         own = pd.concat([of[x, row["method"], row["budget"]] for x in sorted(tasks)])
@@ -534,17 +550,17 @@ def main_job(page: pathlib.Path) -> Iterator[Said]:
     for row in every:
         where = f"{row['method']} {row['budget']}"
         for task in [*row][2:-2]:
-            (x,) = asked(task, row)[1]
+            (x,) = lines_of(task, row)[1]
             made, form = (np.exp(student(-x)), ".2f") if task == "perplexity" else (100 * score(x), ".1f")
             yield f"{where}, {task}", row[task], made, form
-        own = asked("average", row)[0]
+        own = lines_of("average", row)[0]
         yield f"{where}, live", row["live of prompt"], 100 * (own["live"] / own["prompt_tokens"]).mean(), ".1f"
         tasks = [task for task in [*row][2:-2] if task != "average"]
-        both = ([asked(task, x)[0]["kv_bytes"].max() for task in tasks] for x in (row, every[0]))
+        both = ([lines_of(task, x)[0]["kv_bytes"].max() for task in tasks] for x in (row, every[0]))
         yield f"{where}, KV", row["KV of full, at most"], 100 * max(x / y for x, y in zip(*both, strict=True)), ".1f"
     for task, rows in itertools.groupby(compared, lambda row: row["task"]):
         own, likely = [*rows], task == "perplexity"
-        both = [(asked(task, row)[1], asked(task, every[0])[1]) for row in own]
+        both = [(lines_of(task, row)[1], lines_of(task, every[0])[1]) for row in own]
         tested = decided([(x, y, range(x.shape[1])) for x, y in both])
         for row, (x, y), (mean, _, raw, p) in zip(own, both, tested, strict=True):
             where = f"{row['method']} {row['budget']}, {task}"
