@@ -229,12 +229,16 @@ def scores_of(part: Part, directory: pathlib.Path, of: Mapping[tuple[str, str], 
 
 
 def early(model: Any, params: Any, prompts: Sequence[Sequence[int]], policy: Any, recent: int = 32) -> list[float]:
-    """Of each prompt, which share of what a policy keeps is of its first half; its last `recent` tokens aside."""
+    """Of each prompt, which share of what a policy keeps is of its first half; its last `recent` tokens aside.
+
+    Layers that read a window alone can hold nothing of a first half that it does not reach, and do not count.
+    """
+    whole = [i for i, window in enumerate(model.config.windows) if window is None]
     shares = []
     for i in range(0, len(prompts), 8):
         tokens, lengths = pad_left(prompts[i : i + 8])
         _, state = kvjax.prefill(model, params, tokens, policy=policy, max_new_tokens=1, lengths=lengths)
-        held = np.stack([np.asarray(layer.head_pos).reshape(len(lengths), -1) for layer in state.layers], 1)
+        held = np.stack([np.asarray(state.layers[i].head_pos).reshape(len(lengths), -1) for i in whole], 1)
         for own, n in zip(held, lengths, strict=True):
             older = own[(own >= 0) & (own < n - recent)]
             shares.append(float((older < (n - recent) / 2).mean()))

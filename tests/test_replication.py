@@ -6,7 +6,8 @@ import gzip
 import numpy as np
 import pytest
 
-from kvjax import methods
+import kvjax
+from kvjax import methods, models
 from kvjax.experiments import replication
 
 
@@ -16,6 +17,15 @@ def test_what_is_kept_early(shallow):
     prompts = [[*range(1, 41)], [*range(1, 21)]]
     assert replication.early(model, params, prompts, methods.window(8), recent=4) == [0.0, 0.0]
     assert replication.early(model, params, prompts, methods.full(), recent=4) == [0.5, 0.5]
+
+    windows = (*[4] * (model.config.num_layers - 1), None)  # of layers that do not count
+    sliding = models.LanguageModel(dataclasses.replace(model.config, sliding_window=windows))
+    _, state = kvjax.prefill(sliding, params, np.array(prompts[:1]), policy=methods.h2o(12), max_new_tokens=1)
+    kept = np.asarray(state.layers[-1].head_pos)
+    older = kept[(kept >= 0) & (kept < 36)]
+    found = replication.early(sliding, params, prompts[:1], methods.h2o(12), recent=4)
+    assert found == [pytest.approx((older < 18).mean())]
+    assert found[0] > 0
 
 
 def test_every_claim_has_policies_and_equal_ones_run_once():
