@@ -654,10 +654,11 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
         kept = f"chosen among four settings on as many held-out examples (seed {board.tune})"
     kept += f"; rows that vote: {board.window}, where a method lets them" if board.window else ""
     text = "the project's text" if board.text is None else pathlib.PurePath(board.text).name
+    each_seed = f" of each of the seeds {', '.join(map(str, board.seeds))}" if len(board.seeds) > 1 else ""
     blocks: list[str | Table] = [
         f"Model {board.model} in {board.dtype}, prompts of up to {board.length:,} tokens of {text}, {board.examples} "
-        f"examples a task; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches with room "
-        "for the answers, whatever larger budget's slots they ran in; needed ones leave out what slots are rounded up "
+        f"examples a task{each_seed}; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches "
+        "with room for the answers, whatever larger budget's slots they ran in; needed ones leave out what slots are rounded up "
         "by, fitted ones what stays empty once a prompt is read; what the state holds beside keys and values are "
         "positions and statistics. Seconds of reading are a prompt's, of all methods that share the reading. "
         "Intervals are of 95 %; p-values are of paired tests on the same examples, adjusted for all pairs of methods "

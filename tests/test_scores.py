@@ -158,6 +158,16 @@ def test_two_rows_by_hand():
     assert kept == [[1, 2, 3]]
 
 
+def test_what_stays_in_any_case_holds_its_attention():
+    """The first token has 80 %, so that no other comes first; the most of a row then decides, not the mean."""
+    p = np.tril(np.ones((24, 24))) / np.arange(1, 25)[:, None]
+    p[22:], p[22:, 0], p[22:, [5, 7, 9]], p[23, 23] = 0, 0.8, [[0.1, 0.06, 0.04], [0, 0.06, 0.04]], 0.1
+    for sinks in (0, 1):
+        policy = kvjax.Evict(Defensive(5, 2, 1, 0.9), 4, sinks, recent=2)
+        kept, _ = read(policy, p.tolist(), out_proj=jnp.ones((1, 24, 8)))
+        assert kept == [[0, 5, 22, 23]]
+
+
 @pytest.mark.slow
 def test_no_head_puts_more_first_than_the_budget_holds():
     q, k, v = tensors.qkv(6)

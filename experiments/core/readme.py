@@ -88,6 +88,46 @@ def _boards() -> Iterator[Any]:
         yield name, *(column.get(name, "") for column in columns)
 
 
+_TWO: Final = "embedded-seeds", "varied-seeds"
+"""Boards of the project's two models, of three seeds each."""
+
+
+def _yardsticks() -> Iterator[Any]:
+    part, columns = "One value, asked in the prompt", []
+    for board in _TWO:
+        tables = (f"{part}, 25 % of the bytes", f"{part}, the full cache and what has no budget")
+        found = [row for table in tables for row in rows(STORED / "board" / board / "board.md", table)]
+        columns.append({name: score for name, score, *_ in found})
+    for name, score in columns[0].items():
+        yield name.removeprefix("variants."), score, columns[1][name]
+
+
+def _orders() -> list[str]:
+    """How far orders of methods agree (Kendall's tau): of two seeds, least and most on each model; of the models."""
+    found, means = [], []
+    for board in _TWO:
+        lines = pd.read_csv(STORED / "board" / board / "scores.csv.gz")
+        lines = lines[lines["method"] != "full"]
+        seeds = lines["index"] // (lines["index"].max() // 3 + 1)
+        each = lines.groupby(["method", seeds])["value"].mean().unstack()
+        taus = [each[a].corr(each[b], method="kendall") for a, b in itertools.combinations(each, 2)]
+        found += [f"{end(taus):.2f}" for end in (min, max)]
+        means.append(lines.groupby("method")["value"].mean())
+    return [*found, f"{means[0].corr(means[1], method='kendall'):.2f}"]
+
+
+def _digits() -> list[str]:
+    """How many answers have the first, second and fourth digit right, in percent, where votes are not pooled."""
+    found = []
+    for board in _TWO:
+        lines = pd.read_csv(STORED / "board" / board / "scores.csv.gz").set_index(["task", "index"])
+        wanted = lines[lines["method"] == "full"]["references"].map(json.loads)
+        said = lines[lines["method"] == "variants.unpooled"]["output"].map(json.loads)
+        both = [(a[0].split(), b[0][0].split()) for a, b in zip(said, wanted[said.index], strict=True)]
+        found += [f"{100 * sum(a[i : i + 1] == b[i : i + 1] for a, b in both) / len(both):.0f}" for i in (0, 1, 3)]
+    return found
+
+
 def _gates() -> Iterator[Any]:
     full, *rest = _read("duo_gates.json")["retrieval"]
     for share in dict.fromkeys(row["streaming_heads"] for row in rest):
@@ -221,12 +261,25 @@ def _scores(name: str, budgets: Sequence[float]) -> pd.DataFrame:
     return by.agg(value=("value", "mean"), context=("context", "first"))
 
 
-_TABLES = (_main_job, _boards, _gates, _learned_scorer, _unseen, _learned_budget, _curves, _stream, _peers, _loading)
+_TABLES = (
+    _main_job,
+    _boards,
+    _yardsticks,
+    _gates,
+    _learned_scorer,
+    _unseen,
+    _learned_budget,
+    _curves,
+    _stream,
+    _peers,
+    _loading,
+)
 _GPUS = (_kernels, _models_on_gpus, _beside_kvpress)
 VIEWS: dict[str, Callable[[], Any]] = {
     view.__name__.strip("_").replace("_", "-"): view for view in (*_TABLES, _beside_each, _compiling, *_GPUS)
 }
 VIEWS["claims"] = lambda: claims(RETRIEVED)
+VIEWS |= {"orders": _orders, "digits": _digits}
 VIEWS["claims-by-likelihood"] = lambda: claims(LIKELY)
 _IN_PASSAGES = ("", "-ahakv-keyformer", "-ada-kv")
 VIEWS["claims-in-passages"] = lambda: claims(

@@ -96,7 +96,8 @@ class Unsteady(Score):
 class Defensive(Score):
     """The most that any row gives a token, never less than its head's mean, times its value's weight (DefensiveKV).
 
-    The fewest tokens of a head that hold `mass` of its attention come before all others (arXiv 2510.13334).
+    The fewest tokens of a head that hold `mass` of its attention come before all others (arXiv 2510.13334); those that
+    stay in any case, the window aside, are of them.
 
     Attributes:
       most: a budget, window included: no more tokens than it leaves for others than the window come first.
@@ -119,10 +120,12 @@ class Defensive(Score):
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         among, (rows, exist) = slots.candidates, by_row(votes(self.rows), slots)
+        before = slots.kv.live & (slots.kv.pos < (slots.ctx.length - self.rows)[:, None, None])
+        mean = jnp.where(before[:, :, None, None], rows, 0.0).sum(3).mean(2)
+        mean /= jnp.maximum(exist.sum(3), 1).astype(jnp.float32)[..., 0]
         rows = jnp.where(among[:, :, None, None], rows, 0.0)
         score = self._worst(rows, slots) * self._value_share(slots)
-        mean = rows.sum(3).mean(2) / jnp.maximum(exist.sum(3), 1).astype(jnp.float32)[..., 0]
-        first = self._first(mean, slots)
+        first = self._first(mean, before, slots)
         return jnp.where(first, score.max((1, 2), keepdims=True) + mean, score)
 
     def _worst(self, rows: Float[Array, "B K G R S"], slots: Slots) -> Float[Array, "B K S"]:
@@ -141,12 +144,13 @@ class Defensive(Score):
         total = norm.shape[1] * layer_mean(norm, slots.kv.pos)
         return norm / jnp.where(total > 0, total, 1.0)
 
-    def _first(self, mean: Float[Array, "B K S"], slots: Slots) -> Bool[Array, "B K S"]:
+    def _first(self, mean: Float[Array, "B K S"], before: Bool[Array, "B K S"], slots: Slots) -> Bool[Array, "B K S"]:
         """The tokens that hold `mass` of the attention, what the last tokens before the window hold being counted."""
         kv, among = slots.kv, slots.candidates
         last = among & (kv.pos >= (slots.ctx.length - 2 * self.rows)[:, None, None])
         beside = jnp.where(last, mean, 0.0).sum(-1).mean(1)
-        order = jnp.lexsort((-kv.pos, jnp.where(among, -mean, 1.0)), axis=-1)
+        rank = jnp.where(before & ~among, -jnp.inf, -mean)  # what stays is held before all others
+        order = jnp.lexsort((-kv.pos, jnp.where(before, rank, 1.0)), axis=-1)
         held = jnp.take_along_axis(mean, order, -1)
         whole = held.sum(-1, keepdims=True)
         share = jnp.cumsum(held, -1) / jnp.where(whole > 0, whole, 1.0)
