@@ -660,9 +660,9 @@ def page(board: Board, parts: Mapping[str, Found]) -> str:
         f"examples a task{each_seed}; tokens that always stay: {kept}. Bytes are those of the longest prompts' caches "
         "with room for the answers, whatever larger budget's slots they ran in; needed ones leave out what slots are "
         "rounded up by, fitted ones what stays empty once a prompt is read; what the state holds beside keys and "
-        "values are positions and statistics. Seconds of reading are a prompt's, of all methods that share the reading. "
-        "Intervals are of 95 %; p-values are of paired tests on the same examples, adjusted for all pairs of methods "
-        "of a table (Holm). Better than, worse than: how many others.",
+        "values are positions and statistics. Seconds of reading are a prompt's, of all methods that share the "
+        "reading. Intervals are of 95 %; p-values are of paired tests on the same examples, adjusted for all pairs "
+        "of methods of a table (Holm). Better than, worse than: how many others.",
         "![What is left of the full cache's score](heat.png)",
         "![Scores with intervals](curves.png)",
     ]
