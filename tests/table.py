@@ -95,6 +95,12 @@ NO_BUDGET = {
     *("kvpress_dms", "kvpress_dms_snapkv", "kvpress_simlayerkv", "kvpress_simlayerkv_all"),
 }
 
+# Rows whose budget is beside the prompt, and holds any.
+PROMPT_OUTSIDE = {
+    "window_of_generated",
+    *(f"easykv_decoding_{x}" for x in ("roco", "mas", "h2o", "tova", "recency", "random")),
+}
+
 # Rows whose sequences share draws with the first one of their batch.
 OF_A_BATCH = {"keyformer_share_batch"}
 

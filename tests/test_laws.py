@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.compose.evict import evicts
+from kvjax.compose.evict import evicts, having
 from kvjax.contract import Layout, resolve
 from kvjax.storage import to_pool
 from tests import one_call, table
@@ -136,6 +136,16 @@ def test_a_prompt_whose_share_cannot_hold_what_is_protected_is_kept_whole(case):
             found = policy.sizes(one_call.info_of(here, layer), n).hparams
             safe, average = found.sinks + found.recent, np.maximum(resolve(policy.budget, n), 1)
             assert (found.budget >= np.where(safe > average, n, np.minimum(n, safe))).all()
+
+
+@every_value
+def test_a_budget_that_does_not_hold_a_prompt_that_stays_is_refused_with_both_numbers(case):
+    """Of what keeps tokens by position and has a budget of its own, before anything is traced."""
+    if not having(case.policy, "sinks") or case.name in table.NO_BUDGET | table.PROMPT_OUTSIDE:
+        pytest.skip("it keeps no tokens by position, or any prompt")
+    here = kvjax.protect(case.policy, prompt=True).at(LAYERS - 1, LAYERS)
+    with pytest.raises(ValueError, match=r"a budget of \d+ tokens cannot hold a prompt of (29|40) that stays and"):
+        here.sizes(one_call.info_of(here, LAYERS - 1), LENGTHS)
 
 
 # ------------------------------------------------------------------------------------------------ one decision

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule
-from kvjax.compose.evict import Evict
+from kvjax.compose.evict import Evict, having
 from kvjax.contract import KVShape, Layout, PerSlot, Policy, Reads, Rewrite
 from kvjax.observe import Rows, segment_sum
 from kvjax.run.plan import infos_of
@@ -130,6 +130,21 @@ def test_decoding_keeps_to_its_plan_and_what_is_evicted_stays_gone(case):
                     assert all(safe <= x for x in heads)
                     if case.name not in table.FEWER:
                         assert counts.sum() == min(budget, n + s) * len(counts)  # a full budget stays in use
+
+
+@table.rows(table.DECODED, smoke={"streaming_llm"})
+def test_a_prompt_that_stays_is_held_at_every_step(case):
+    """Of a budget of 3 tokens more than the longer one."""
+    policy = case.make(T + 3, layers=LAYERS) if case.takes(T + 3) else kvjax.Policy()
+    if not having(policy, "sinks") or case.name in table.NO_BUDGET:
+        pytest.skip("it keeps no tokens by position, or has no number of them")
+    pos, _, finite = history(kvjax.protect(policy, recent=1, prompt=True))
+    assert finite
+    for row, n in enumerate(LENGTHS):
+        heads = [head for layer in pos for step in live(layer) for head in step[row]]
+        assert all({*range(n)} <= head for head in heads)
+        if case.name in table.DECODED:  # which evict generated tokens
+            assert all(len(heads[i * (STEPS + 1) * K - 1]) < n + STEPS or n + STEPS <= T + 3 for i in (1, 2))
 
 
 @table.rows(table.DECODED, without=table.OF_A_BATCH)

@@ -59,7 +59,8 @@ class Evict(Policy):
       score: ranks tokens.
       budget: live tokens of a kv head, the average over layers and heads: a number of tokens (int), a share of the
         prompt (float), or a function. Prompts so short that the share does not hold what must stay are kept whole.
-      sinks, recent: how many first and last tokens always stay. They count against the budget.
+      sinks, recent: how many first and last tokens always stay, 1.0 sinks being all of the prompt. They count against
+        the budget.
       layers: how the budget is divided over layers: `(average "M", limit "M", num_layers, outside "M") -> "M L"`,
         where average, limit and result are tokens beside the `outside` ones that every layer keeps in any case.
       heads: how a layer's budget is divided over its kv heads; None for equal parts.
@@ -173,9 +174,12 @@ class Evict(Policy):
         most = n + info.max_new_tokens * self.when.decodes
         if (wrong := (safe > budget.min(1)) & (most > budget.min(1)))[:-1].any():
             i = int(wrong.argmax())
+            pinned = isinstance(self.sinks, float) and self.sinks == 1
+            first = f"a prompt of {sinks[i]} that stays" if pinned else f"{sinks[i]} sinks"
+            fix = "leave out prompt=True" if pinned else "keep fewer of them"
             raise ValueError(
-                f"a budget of {budget[i].min()} tokens cannot hold {sinks[i]} sinks and {safe[i] - sinks[i]} recent "
-                f"tokens; give a budget of {safe[i]} or more, or keep fewer of them"
+                f"a budget of {budget[i].min()} tokens cannot hold {first} and {safe[i] - sinks[i]} recent tokens; "
+                f"give a budget of {min(safe[i], most[i])} or more, or {fix}"
             )
         return np.minimum(budget[:-1, info.layer], info.prompt_len + info.max_new_tokens), sinks[:-1], recent[:-1]
 

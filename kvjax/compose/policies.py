@@ -357,19 +357,33 @@ def when(schedule: Schedule | Callable[[Schedule], Schedule], policy: Policy) ->
     return everywhere(policy, Policy, "when", lambda fields: {"when": new(fields["when"])})
 
 
-def protect(policy: Policy, *, sinks: Count, recent: Count) -> Policy:
+def protect(policy: Policy, *, sinks: Count | None = None, recent: Count | None = None, prompt: bool = False) -> Policy:
     """The same policy with other tokens that always stay, so that methods can be compared with equal ones.
+
+    What stays counts against the budget: one that holds the prompt and `recent` tokens is needed where `prompt` pins
+    it. `Combined("sum", (1.0, 64))` is the prompt and 64 tokens more, whatever its length.
 
     Args:
       policy: a policy that keeps some, or is made of some that do.
-      sinks, recent: how many first and last tokens stay in every such policy, which count against its budget.
+      sinks, recent: how many first and last tokens stay in every such policy; None for as many as with it.
+      prompt: whether every token of the prompt stays, so that generated ones alone are evicted. First tokens are then
+        no longer shifted: `streaming_llm` has its tokens at their ranks.
 
     Raises:
-      ValueError: no policy inside keeps tokens by position.
+      ValueError: no policy inside keeps tokens by position; sinks beside a whole prompt. Runs with a budget that does
+        not hold the prompt are refused, too, before anything is traced.
     """
     if not having(policy, "sinks"):
         raise ValueError(f"{type(policy).__name__} keeps no tokens by position alone, so that none can be others")
-    return everywhere(policy, Policy, "sinks", lambda _: {"sinks": sinks, "recent": recent})
+    if prompt and sinks is not None:
+        raise ValueError(f"prompt=True keeps all of the prompt, of which sinks={sinks} are the first; give one of them")
+    given = {n: x for n, x in (("sinks", 1.0 if prompt else sinks), ("recent", recent)) if x is not None}
+
+    def changed(fields: dict[str, Any]) -> dict[str, Any]:
+        shifted = prompt and "layout" in fields and fields["layout"].positions == "shifted"
+        return given | ({"layout": dataclasses.replace(fields["layout"], positions="rank", sinks=0)} if shifted else {})
+
+    return everywhere(policy, Policy, "sinks", changed)
 
 
 def everywhere(x: Any, kind: Any, field: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
