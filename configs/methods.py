@@ -10,6 +10,7 @@ import numpy as np
 
 import kvjax
 from kvjax import Policy, Share, methods, models
+from kvjax.budgets import Combined
 from kvjax.configs.experiment import Common, Experiment, Setup
 from kvjax.configs.of import File, of
 from kvjax.configs.probed import check_heads, probed, probed_arrays
@@ -74,6 +75,16 @@ def keyformer(
     """
     policy = methods.keyformer(budget, recent=recent, tau=tau)
     return kvjax.shared_layers(policy) if shared else policy
+
+
+def random_attention(budget: Count, *, every: int = 128) -> Policy:
+    """Keeps the whole prompt, and a random sample of what follows (Random Attention, arXiv 2609.03430).
+
+    Args:
+      budget: live tokens a kv head and layer beside the prompt.
+      every: tokens by which a cache grows before it is cut.
+    """
+    return methods.random_attention(Combined("sum", (1.0, budget)), every=every)
 
 
 def streaming_llm(
@@ -237,6 +248,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "quest": of(methods.quest, form="reads-{}"),
     "r_kv": of(methods.r_kv, buffer=16),
     "random": of(methods.random),
+    "random_attention": of(random_attention, every=16, form="prompt+{}"),
     "roco": of(methods.roco),
     "scissorhands": of(methods.scissorhands),
     "simlayerkv": of(methods.simlayerkv, over="threshold", values=(0.9, 0.8, 0.65), form="T={:g}", recent=64),

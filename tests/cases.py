@@ -105,6 +105,9 @@ METHODS = {
     "streaming_llm": _plain(methods.streaming_llm, sinks=2),
     "streaming_llm_original": lambda b, s: replace(methods.streaming_llm(b, sinks=2), layout=Layout()),
     "random": _plain(methods.random),
+    "random_attention": lambda b, s: methods.random_attention(
+        budgets.Combined("sum", (1.0, budgets.Times(b, 0.25))), every=2
+    ),
     "dilated_window": _plain(methods.dilated_window),
     "dilated_window_anchored": _plain(papers.dilated_window_anchored, dilation=2),
     "knorm": _plain(methods.knorm),

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import Share, configs, methods
+from kvjax.budgets import Combined
 from kvjax.configs import loading
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.configs.learning import LearnedBudget, LearnedScorer, Prompts
@@ -18,7 +19,7 @@ README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "bench_resu
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv
-kvzip kvzap quest duo_attention capkv""".split()
+kvzip kvzap quest duo_attention capkv random_attention""".split()
 
 
 def test_all_methods_have_a_config():
@@ -47,7 +48,9 @@ def test_a_config_names_the_options_that_its_method_would_need(name):
     """The method, called with them, is the policy; what labels of sweeps say aside."""
     experiment = configs.find(name)[1]()
     options = eval(f"dict({experiment.options})")
-    if name in ("chunkkv", "criticalkv"):
+    if name == "random_attention":
+        first = Combined("sum", (1.0, 0.5))
+    elif name in ("chunkkv", "criticalkv"):
         first = methods.snapkv(0.5, window=options.pop("window"))
     else:
         first = {"think": 0.25, "simlayerkv": 0.9}.get(name, 0.5)

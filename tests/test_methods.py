@@ -97,3 +97,15 @@ def _values(kind):
         if "generation" not in below.__module__:  # samplers have filters of the same names
             yield below
         yield from _values(below)
+
+
+def test_random_attention_holds_the_prompt_and_a_uniform_sample_of_what_follows():
+    """Of 5 tokens and 7 that follow, down to 7 when 10 are held: any 2 of 5, and other ones in every head."""
+    arrays = dict(zip("qkv", tensors.qkv(3, B=64, T=T), strict=True))
+    live = tensors.replay(methods.random_attention(7, every=3), [arrays], 5).live
+    assert [{len(head) for row in step for head in row} for step in live] == [{5}, {6}, {7}, {8}, {9}, {7}, {8}, {9}]
+    assert all(head[:5] == [*range(5)] for step in live for row in step for head in row)
+    drawn = [head[5:] for row in live[5] for head in row]
+    counts = np.bincount(np.concatenate(drawn), minlength=10)[5:]
+    assert abs(counts - 128 * 2 / 5).max() < 4 * np.sqrt(128 * 0.4 * 0.6)
+    assert sum(one != other for one, other in zip(drawn[::2], drawn[1::2], strict=True)) > 64 / 2

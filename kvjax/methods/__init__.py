@@ -26,6 +26,7 @@ from kvjax.methods.keys import q_filters as q_filters
 from kvjax.methods.nacl import nacl as nacl
 from kvjax.methods.position import full as full
 from kvjax.methods.position import random as random
+from kvjax.methods.position import random_attention as random_attention
 from kvjax.methods.position import streaming_llm as streaming_llm
 from kvjax.methods.position import window as window
 from kvjax.methods.profile import fastgen as fastgen

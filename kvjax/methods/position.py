@@ -2,7 +2,7 @@
 
 from kvjax.budgets import STEP, Schedule
 from kvjax.compose.evict import Evict
-from kvjax.contract import Amount, Count, Layout, Policy
+from kvjax.contract import Amount, Count, Layout, Policy, Size
 from kvjax.scores.attention import Recency, Uniform
 
 
@@ -42,3 +42,17 @@ def random(budget: Count) -> Evict:
       budget: live tokens a kv head and layer.
     """
     return Evict(Uniform(), budget, 0, 1, when=STEP)
+
+
+def random_attention(budget: Count, *, every: Size = 128) -> Evict:
+    """Keeps the whole prompt, and a random sample of what follows (Random Attention, arXiv 2609.03430).
+
+    Every kv head draws for itself, anew at every eviction: while decoding, when it holds `every` tokens beyond its
+    budget. The newest token may go.
+
+    Args:
+      budget: live tokens a kv head and layer after an eviction, the prompt included: `Combined("sum", (1.0, 512))` is
+        the prompt and 512 more. One that does not hold the prompt is refused.
+      every: tokens by which a cache grows.
+    """
+    return Evict(Uniform(), budget, 1.0, when=Schedule(over=every))
