@@ -217,6 +217,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "curdkv": of(methods.curdkv),
     "defensivekv": of(methods.defensivekv, window=16),
     "dilated_window": of(methods.dilated_window),
+    "dropkv": of(methods.dropkv, window=16),
     "duo_attention": of(
         methods.duo_attention,
         over="streaming",

@@ -138,6 +138,8 @@ METHODS = {
     "lava": _plain(methods.lava, window=3, kernel=3),
     "defensivekv": _plain(methods.defensivekv, window=3, kernel=3),
     "layer_defensivekv": _plain(methods.layer_defensivekv, window=3, kernel=3, mass=0.8),
+    "dropkv": _plain(methods.dropkv, window=3, kernel=3),
+    "dropkv_buffer": _plain(methods.dropkv, window=3, kernel=1, buffer=2),
     "nacl": _plain(methods.nacl),
     "nacl_given": _plain(methods.nacl, recent=2, proxies=3, random=2),
     "nacl_begin": lambda b, s: papers.nacl_both_ends(methods.nacl(b, recent=2, proxies=3, random=2), 4),

@@ -18,7 +18,7 @@ from kvjax.scores.blends import (
     sum_by_position,
 )
 from kvjax.scores.keys import Capacity, Leverage, Redundancy
-from kvjax.scores.rows import Defensive, Unsteady
+from kvjax.scores.rows import Defensive, OutputChange, Unsteady
 from tests import tensors
 from tests.by_hand import read, read_tensors
 
@@ -166,6 +166,31 @@ def test_what_stays_in_any_case_holds_its_attention():
         policy = kvjax.Evict(Defensive(5, 2, 1, 0.9), 4, sinks, recent=2)
         kept, _ = read(policy, p.tolist(), out_proj=jnp.ones((1, 24, 8)))
         assert kept == [[0, 5, 22, 23]]
+
+
+def changes(q, k, v):
+    """How far each row's output moves once each token alone is dropped "B K T T", a group's mean."""
+    p, v = probabilities(q, k)[..., None, :], np.repeat(np.asarray(v, np.float64), N // K, 1)[:, :, None]
+    left = p * (1 - np.eye(p.shape[-1]))  # of every row, for every token that goes
+    total = left.sum(-1, keepdims=True)
+    moved = np.square((left / np.where(total > 0, total, 1) - p) @ v).sum(-1)
+    return moved.reshape(B, K, N // K, *moved.shape[2:]).mean(2)
+
+
+def test_a_token_scores_by_how_far_outputs_move_without_it():
+    """As dropping it shows, in float64; the first row reads one token, and answers nothing without it."""
+    q, k, v = tensors.qkv(3, T=12)
+    wanted = changes(q, k, v)
+    np.testing.assert_allclose(wanted[:, :, 0, 0], np.square(np.asarray(v)[:, :, 0]).sum(-1), rtol=1e-5)
+    for rows in (12, 3):
+        found = scores(OutputChange(rows), q, k, v)
+        np.testing.assert_allclose(found, wanted[:, :, -rows:].mean(2), rtol=1e-4, atol=1e-7)
+    policy = kvjax.Evict(OutputChange(3, prompt_only=False), 12, when=Schedule(over=1))
+    kv = tensors.replay(policy, [{"q": q, "k": k, "v": v}], 8).kv
+    (memory,) = (np.asarray(x) for x in jax.tree.leaves(kv.memory) if x.ndim == 4)
+    order = np.argsort(np.asarray(kv.pos), axis=-1)[..., -12:]
+    found = np.take_along_axis(memory, order[..., None], axis=2).mean(-1)
+    np.testing.assert_allclose(found, wanted[:, :, -3:].mean(2), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow

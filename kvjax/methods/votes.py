@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvjax.budgets import Adaptive, HeadShares, LayerShares, Pyramid
+from kvjax.budgets import Adaptive, HeadShares, LayerShares, Pyramid, Schedule
 from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Temperature, by_top_scores
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Cosine, Count, Layout, NonNegative, Odd, Proportion, Size
@@ -15,7 +15,7 @@ from kvjax.observe import ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Accumulated, Repeated, Votes
 from kvjax.scores.blends import Pooled, ValueWeighted
-from kvjax.scores.rows import Defensive, Unsteady
+from kvjax.scores.rows import Defensive, OutputChange, Unsteady
 
 
 def snapkv(budget: Count, *, window: Size = 32, kernel: Odd = 7, pooling: Literal["max", "avg"] = "max") -> Evict:
@@ -232,6 +232,22 @@ def layer_defensivekv(budget: Count, *, window: Size = 32, kernel: Odd = 5, mass
     """
     policy = defensivekv(budget, window=window, kernel=kernel, mass=mass)
     return AcrossLayers(policy, by_top_scores)
+
+
+def dropkv(budget: Count, *, window: Size = 32, kernel: Odd = 7, buffer: Size | None = None) -> Evict:
+    r"""Keeps the tokens without which outputs of the last rows would change most (DropKV, kvpress pull 285).
+
+    $S_j = \mathrm{avgpool}(\sum_{i > n - w} (p_{ij} / (1 - p_{ij}))^2 \lVert v_j - o_i \rVert^2)$ with $o_i$ the output
+    of row $i$: the exact change if token $j$ goes alone.
+
+    Args:
+      budget: live tokens a kv head and layer, the window included.
+      window: last rows, whose outputs count and which stay.
+      kernel: width of the pooling; 1 does not pool.
+      buffer: generated tokens by which a cache grows before it is cut; None evicts after the prompt alone.
+    """
+    score = Pooled(OutputChange(window, prompt_only=buffer is None), "avg", kernel)
+    return Evict(score, budget, 0, window, when=Schedule(over=buffer))
 
 
 def kvzip(budget: Count, how: Reread = Reread()) -> Evict:

@@ -296,18 +296,44 @@ class SparedByDeviation(Mean):
         return jnp.where(best(ranked, slots.kv.pos, size), jnp.inf, mean)
 
 
-class LastRows(Score):
-    """The mean attention of the last rows, of prompt and generated text alike (R-KV, arXiv 2505.24133).
+class RowByRow(Score):
+    """The mean over the last rows, of prompt and generated text alike, of a number that each of them gives a slot.
 
     Every slot remembers what each of the last rows gave it, of what the cache held when that row was read.
 
     Attributes:
       rows: how many rows.
+    """
+
+    rows: Size = 8
+
+    def given(self, slots: Slots) -> Float[Array, "B K R S"]:
+        """What each of the rows just read gives every slot."""
+        raise ValueError(f"{type(self).__name__} has no `given(slots)`; give a number for every row and slot")
+
+    def memory(self, info: LayerInfo) -> PyTree:
+        return PerSlot((_places(self.rows, info),))
+
+    def update(self, slots: Slots) -> PyTree:
+        rows, fresh = last_rows(self.given(slots), slots.memory.shape[-1], slots.ctx.length)
+        return jnp.where(fresh[:, None, None], rows.astype(slots.memory.dtype), slots.memory)
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return slots.memory.sum(-1) / self.read(slots)
+
+    def read(self, slots: Slots) -> Float[Array, "B 1 1"]:
+        """How many rows there were."""
+        return jnp.minimum(slots.ctx.length, self.rows).astype(jnp.float32)[:, None, None]
+
+
+class LastRows(RowByRow):
+    """The mean attention of the last rows (R-KV, arXiv 2505.24133).
+
+    Attributes:
       group: how the query heads of a kv head become one, row by row.
       softmax: another softmax than the model's.
     """
 
-    rows: Size = 8
     group: Literal["mean", "max", "sum"] = "mean"
     softmax: Callable[..., Any] | None = None
 
@@ -318,16 +344,8 @@ class LastRows(Score):
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self._rows,)
 
-    def memory(self, info: LayerInfo) -> PerSlot:
-        return PerSlot((_places(self.rows, info),))
-
-    def update(self, slots: Slots) -> Float[Array, "B K S W"]:
-        rows, fresh = last_rows(slots.stats[self._rows], slots.memory.shape[-1], slots.ctx.length)
-        return jnp.where(fresh[:, None, None], rows.astype(slots.memory.dtype), slots.memory)
-
-    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        read = jnp.minimum(slots.ctx.length, self.rows).astype(jnp.float32)
-        return slots.memory.sum(-1) / read[:, None, None]
+    def given(self, slots: Slots) -> Float[Array, "B K R S"]:
+        return slots.stats[self._rows]
 
 
 def _places(rows: Size, info: LayerInfo) -> int:

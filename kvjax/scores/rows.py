@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import (
     Count,
@@ -23,6 +24,7 @@ from kvjax.contract import (
     resolve,
 )
 from kvjax.observe import ProjectedValueNorm, Rows, by_row, votes
+from kvjax.scores.attention import RowByRow
 from kvjax.scores.blends import layer_mean, pool_in_order
 
 
@@ -156,3 +158,43 @@ class Defensive(Score):
         share = jnp.cumsum(held, -1) / jnp.where(whole > 0, whole, 1.0)
         first = jnp.minimum((share < (self.mass - beside)[:, None, None]).sum(-1), slots.hparams[:, None])
         return among & (jnp.argsort(order, axis=-1) < first[..., None])
+
+
+class OutputChange(RowByRow):
+    r"""How far the last rows' outputs move if a token goes alone (DropKV, kvpress pull 285).
+
+    $(p_{ij} / (1 - p_{ij}))^2 \lVert v_j - o_i \rVert^2$, the squared change of row $i$'s output $o_i = \sum_k p_{ik}
+    v_k$ once its softmax is one over the other tokens; the mean over rows and the group's query heads. A row that has
+    all its attention on one token answers nothing without it: its whole output counts, $\lVert v_j \rVert^2$. That is
+    where $1 - p$ is below $10^{-6}$, of which 32 bits hold too little; kvpress adds $10^{-6}$ to $1 - p$ instead.
+
+    Attributes:
+      prompt_only: rows of generated tokens do not count, and nothing is remembered.
+    """
+
+    prompt_only: bool = True
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (votes(self.rows),) if phase == "prefill" or not self.prompt_only else ()
+
+    def given(self, slots: Slots) -> Float[Array, "B K R S"]:
+        v = slots.kv.v.astype(jnp.float32)
+
+        def change(p: Float[Array, "B K G S"]) -> Float[Array, "B K S"]:  # of one row, so that no two are held at once
+            moved = jnp.square(v[:, :, None] - jnp.einsum("bkgs,bksv->bkgv", p, v)[..., None, :]).sum(-1)
+            alone = 1 - p < 1e-6
+            return jnp.where(
+                alone, jnp.square(v).sum(-1)[:, :, None], jnp.square(p / jnp.where(alone, 1, 1 - p)) * moved
+            ).mean(2)
+
+        rows, _ = by_row(votes(self.rows), slots)
+        return jnp.moveaxis(lax.map(change, jnp.moveaxis(rows, 3, 0)), 0, 2)
+
+    def memory(self, info: LayerInfo) -> PyTree:
+        return () if self.prompt_only else super().memory(info)
+
+    def update(self, slots: Slots) -> PyTree:
+        return () if self.prompt_only else super().update(slots)
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return self.given(slots).sum(2) / self.read(slots) if self.prompt_only else super().__call__(slots)
