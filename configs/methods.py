@@ -257,5 +257,6 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "streaming_llm": of(streaming_llm),
     "think": of(methods.think, over="channels", values=(0.25, 0.5, 0.75), form="channels-{:g}"),
     "tova": of(methods.tova),
+    "vase": of(methods.vase, window=16),
     "window": of(methods.window),
 }

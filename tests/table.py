@@ -81,17 +81,9 @@ ANEW = {"kvpress_adakv_curdkv", "kvpress_adakv_expected_attention", "kvpress_dms
 
 # Rows in which a token's fate depends on the place of its head: draws are by head, tables have a row a head.
 BY_HEAD = {
+    *("random_attention", "vase"),
     *("keyformer", "keyformer_per_key", "keyformer_rank", "keyformer_released", "keyformer_share_batch"),
-    *(
-        "keyformer_damped",
-        "shared_layers",
-        "random",
-        "random_attention",
-        "random_run",
-        "kvpress_random",
-        "easykv_both_random",
-        "nacl",
-    ),
+    *("keyformer_damped", "shared_layers", "random", "random_run", "kvpress_random", "easykv_both_random", "nacl"),
     *("nacl_given", "nacl_begin", "nacl_from_all", "nacl_uniform", "nacl_normalised", "nacl_headbug", "nacl_grouped"),
     *("nacl_llama3", "compactor", "q_filters", "kvzap", "kvzap_threshold", "kvpress_kvzap", "headkv"),
     *("headkv_factory", "duo_attention", "duo_attention_threshold", "expected_attention_stats", "head_table"),
@@ -169,7 +161,7 @@ QUICK = {
 }
 DECODED = {
     *("h2o", "streaming_llm", "h2o_pooled", "keyformer", "fastgen_pooled", "tova_when_over_3", "partition_heads"),
-    *("scissorhands", "snapkv_then_h2o", "random_attention"),
+    *("scissorhands", "snapkv_then_h2o", "random_attention", "vase"),
 }
 FEW = {"h2o", "ada_snapkv", "quest"}
 

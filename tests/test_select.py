@@ -144,6 +144,22 @@ def test_no_more_is_drawn_than_protection_leaves(among, random):
     assert kept(make(5)) == kept(make(10))
 
 
+def test_places_beside_wide_values_are_drawn_in_proportion_to_attention():
+    """Of 12 tokens the first, the last 2 and the 2 of the widest values stay, and one more, drawn 512 times."""
+    q, k, v = (x[:, :1, :12] for x in ARRAYS)
+    x = np.tril(np.exp(np.asarray(q[0, 0], np.float64) @ np.asarray(k[0, 0], np.float64).T / np.sqrt(q.shape[-1])))
+    share = (x / x.sum(-1, keepdims=True))[-2:].sum(0)
+    widest = 1 + np.argsort(np.ptp(np.asarray(v[0, 0]), axis=-1)[1:10])[-2:]
+    policy = methods.vase(6, values=3, window=2, kernel=1, sinks=1)
+    many = (jnp.repeat(x, 512, axis=0) for x in (q, k, v))
+    heads = [head for row in tensors.live_positions(kvjax.evict_layer(policy, *many)) for head in row]
+    assert all({0, *widest, 10, 11} <= {*head} and len(head) == 6 for head in heads)
+    drawn = np.bincount([({*head} - {0, *widest, 10, 11}).pop() for head in heads], minlength=12) / 512
+    share[[0, *widest, 10, 11]] = 0
+    share /= share.sum()
+    assert (np.abs(drawn - share) <= 4 * np.sqrt(share * (1 - share) / 512)).all()
+
+
 # ------------------------------------------------------------------------------------------------ while decoding
 
 

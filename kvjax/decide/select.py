@@ -18,6 +18,7 @@ from kvjax.contract import (
     Phase,
     Prompts,
     Proportion,
+    Score,
     Select,
     Size,
     Slots,
@@ -105,17 +106,23 @@ class ThenRandom(Select):
     Attributes:
       random: how many tokens of the budget are drawn.
       shared: whether all heads draw the same numbers.
+      first: what the best slots are the best by; None for the scores that the draw is by.
     """
 
     random: Count = count()
     shared: bool = False
+    first: Score | None = None
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe = slots.kv, slots.protected
         free = jnp.maximum(budgets - safe.sum(-1), 0)
         random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
-        first = best(jnp.where(safe, jnp.inf, score), kv.pos, budgets - random)
+        first = best(jnp.where(safe, jnp.inf, self.rank(score, slots)), kv.pos, budgets - random)
         return first | best(self.drawn(score, slots), jnp.where(self.pool(first, slots), kv.pos, -1), random)
+
+    def rank(self, score: Float[Array, "B K S"], slots: Slots) -> Float[Array, "B K S"]:
+        """What the best slots are the best by; what no row to come can read is the worst by any rank."""
+        return score if self.first is None else jnp.where(score > -1e37, self.first(slots.of("first")), score)
 
     def pool(self, first: Bool[Array, "B K S"], slots: Slots) -> Bool[Array, "B K S"]:
         """The slots that are drawn from: what is neither protected nor among the best."""

@@ -100,7 +100,7 @@ class Soft(Select):
         select = self.select
         if isinstance(select, ThenRandom):
             random = jnp.minimum(slots.hparams.random[:, None].astype(rest.dtype), rest)
-            return Pass(score, rest - random), Pass(select.drawn(score, slots), random)
+            return Pass(select.rank(score, slots), rest - random), Pass(select.drawn(score, slots), random)
         if isinstance(select, TwoStage):
             size = jnp.maximum(jnp.floor(budgets * select.first + 1e-6), float(select.first > 0))
             first = jnp.clip(size - (budgets - rest), 0.0, rest)

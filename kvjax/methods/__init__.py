@@ -10,6 +10,7 @@ from kvjax.methods.attention import r_kv as r_kv
 from kvjax.methods.attention import roco as roco
 from kvjax.methods.attention import scissorhands as scissorhands
 from kvjax.methods.attention import tova as tova
+from kvjax.methods.attention import vase as vase
 from kvjax.methods.heads import duo_attention as duo_attention
 from kvjax.methods.hidden import dilated_window as dilated_window
 from kvjax.methods.hidden import quest as quest

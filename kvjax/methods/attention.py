@@ -2,11 +2,12 @@
 
 from kvjax.budgets import STEP, Combined, Of, Schedule, Share
 from kvjax.compose.evict import Evict
-from kvjax.contract import Cosine, Count, Odd, Positive, Proportion, Size
+from kvjax.contract import Amount, Cosine, Count, Odd, Positive, Proportion, Size
+from kvjax.decide.select import ThenRandom
 from kvjax.observe import Rows
 from kvjax.scores.attention import Accumulated, History, LastRows, Mean, SparedByDeviation, ValuePrior, Votes
-from kvjax.scores.blends import Blend, LayerMean, Pooled
-from kvjax.scores.keys import Redundancy
+from kvjax.scores.blends import Blend, LayerMean, Logarithm, Pooled
+from kvjax.scores.keys import Redundancy, ValueRange
 from kvjax.scores.softmax import EntropyScaled, Noisy
 
 
@@ -153,3 +154,22 @@ def r_kv(
     """
     parts = Pooled(LastRows(window), "max", kernel), Redundancy(threshold)
     return Evict(Blend(parts, (importance, importance - 1.0)), budget, 0, window, when=Schedule(over=buffer))
+
+
+def vase(budget: Count, *, values: Count = Share(0.25), window: Size = 64, kernel: Odd = 5, sinks: Amount = 4) -> Evict:
+    """Keeps values of a wide range, and draws the others by the attention of the last rows (VaSE, arXiv 2606.03928).
+
+    A value's range is that of its channels. The other places are drawn without replacement, in proportion to the mean
+    attention of the window's rows, averaged over neighbours. A cache grows by the window before it is cut. Every slot
+    remembers a number for each row of the window.
+
+    Args:
+      budget: live tokens a kv head and layer after an eviction, the window included.
+      values: tokens of the widest values that stay, sinks included; a quarter of the budget in the paper.
+      window: last tokens, whose rows count and which stay.
+      kernel: width of the average.
+      sinks: first tokens that stay.
+    """
+    score = Logarithm(Pooled(LastRows(window), "avg", kernel))
+    drawn = ThenRandom(Combined("less", (Share(1.0), window, values)), first=ValueRange())
+    return Evict(score, budget, sinks, window, when=Schedule(over=window), select=drawn)

@@ -105,6 +105,13 @@ def pool_in_order(
     return jnp.put_along_axis(x, order, pooled, -1, inplace=False)
 
 
+class Logarithm(OfScore):
+    """The logarithm of a score, so that a draw by the softmax of scores is one in proportion to it."""
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return jnp.log(jnp.maximum(self.score(slots.of("score")), jnp.finfo(jnp.float32).tiny))
+
+
 class ValueWeighted(OfScore):
     """A score times a norm of the token's value.
 

@@ -40,6 +40,14 @@ class KeyNorm(Score):
         return -jnp.linalg.norm(slots.kv.k.astype(jnp.float32), axis=-1)
 
 
+class ValueRange(Score):
+    """The largest channel of the token's value less the smallest (VaSE, arXiv 2606.03928)."""
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        v = slots.kv.v.astype(jnp.float32)
+        return v.max(-1) - v.min(-1)
+
+
 class KeyDifference(Score):
     r"""Minus the cosine of the key and the mean of all unit keys of its head (KeyDiff, arXiv 2504.15364)."""
 
