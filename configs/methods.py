@@ -242,6 +242,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "lagkv": of(methods.lagkv, lag=32),
     "lava": of(methods.lava, window=16),
     "layer_defensivekv": of(methods.layer_defensivekv, window=16),
+    "lazy_eviction": of(methods.lazy_eviction, window=16),
     "mas": of(methods.mas),
     "nacl": of(methods.nacl),
     "pyramidkv": of(methods.pyramidkv),

@@ -100,6 +100,7 @@ METHODS = {
     "scissorhands": _plain(methods.scissorhands, history=6, recent=3),
     "scissorhands_long": _plain(methods.scissorhands, recent=3),
     "r_kv": _plain(methods.r_kv, window=3, kernel=3, buffer=2),
+    "lazy_eviction": _plain(methods.lazy_eviction, threshold=0.05, window=3),
     "vase": _plain(methods.vase, window=3, kernel=3, sinks=2),
     "window": _plain(methods.window),
     "window_sinks": lambda b, s: replace(methods.window(b), sinks=2),

@@ -81,7 +81,7 @@ ANEW = {"kvpress_adakv_curdkv", "kvpress_adakv_expected_attention", "kvpress_dms
 
 # Rows in which a token's fate depends on the place of its head: draws are by head, tables have a row a head.
 BY_HEAD = {
-    *("random_attention", "vase"),
+    *("random_attention", "vase", "lazy_eviction"),
     *("keyformer", "keyformer_per_key", "keyformer_rank", "keyformer_released", "keyformer_share_batch"),
     *("keyformer_damped", "shared_layers", "random", "random_run", "kvpress_random", "easykv_both_random", "nacl"),
     *("nacl_given", "nacl_begin", "nacl_from_all", "nacl_uniform", "nacl_normalised", "nacl_headbug", "nacl_grouped"),

@@ -9,7 +9,7 @@ import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule
 from kvjax.observe import FutureQueries
-from kvjax.scores.attention import Faded, LastRows, Recency
+from kvjax.scores.attention import Faded, LastRows, Recency, Recurrence
 from kvjax.scores.blends import (
     Blend,
     Standardized,
@@ -113,6 +113,30 @@ def test_a_sketch_estimates_leverage():
     assert min(np.corrcoef(one, other)[0, 1] for one, other in each) > 0.7
     swapped = scores(Leverage(H - 1), *(x[:, ::-1] for x in arrays))
     assert np.abs(swapped[:, ::-1] - sketch).max() > 1e-3
+
+
+def test_tokens_go_whose_attention_is_overdue():
+    """LazyEviction, token by token, of 6 tokens and 12 that follow: those of a plain loop in float64."""
+    q, k, v = tensors.qkv(3, B=1, T=18)
+    policy = kvjax.Evict(Recurrence(0.15), 8, 0, 2, when=Schedule(prefill=False, every=3))
+    live = tensors.replay(policy, [{"q": q, "k": k, "v": v}], 6).live
+    x = np.einsum("ngth,nsh->ngts", np.asarray(q, np.float64).reshape(K, N // K, 18, -1), np.asarray(k[0], np.float64))
+    weights, half = np.exp(x / np.sqrt(q.shape[-1])), lambda x: 2 * np.exp(-np.logaddexp(0, -x))
+    for head in range(K):
+        held = dict.fromkeys(range(6), (0, 0))  # the last step above the threshold, the longest interval
+        for t in range(6, 18):
+            step, held = t - 5, held | {t: (t - 6, 0)}
+            rows = weights[head, :, t, list(held)].T
+            rows = (rows / rows.sum(-1, keepdims=True)).mean(0)
+            for (p, (last, longest)), share in zip([*held.items()], rows, strict=True):
+                held[p] = (step, max(longest, step - last)) if share > 0.15 else (last, longest)
+            if step % 3 == 0 and len(held) > 8:
+                worth = {
+                    p: half(-1 - (step - last) / (m + 1e-5)) + (m > 0) * half(1.0 - m) for p, (last, m) in held.items()
+                }
+                stay = sorted((p for p in held if p < t - 1), key=lambda p: (worth[p], p))[-6:]
+                held = {p: held[p] for p in (*sorted(stay), t - 1, t)}
+            assert live[step][0][head] == sorted(held)
 
 
 def test_blends_of_scores():

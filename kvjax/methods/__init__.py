@@ -5,6 +5,7 @@ from kvjax.methods.attention import aqas as aqas
 from kvjax.methods.attention import h2o as h2o
 from kvjax.methods.attention import key_attention as key_attention
 from kvjax.methods.attention import keyformer as keyformer
+from kvjax.methods.attention import lazy_eviction as lazy_eviction
 from kvjax.methods.attention import mas as mas
 from kvjax.methods.attention import r_kv as r_kv
 from kvjax.methods.attention import roco as roco

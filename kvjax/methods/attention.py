@@ -5,7 +5,16 @@ from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Cosine, Count, Odd, Positive, Proportion, Size
 from kvjax.decide.select import ThenRandom
 from kvjax.observe import Rows
-from kvjax.scores.attention import Accumulated, History, LastRows, Mean, SparedByDeviation, ValuePrior, Votes
+from kvjax.scores.attention import (
+    Accumulated,
+    History,
+    LastRows,
+    Mean,
+    Recurrence,
+    SparedByDeviation,
+    ValuePrior,
+    Votes,
+)
 from kvjax.scores.blends import Blend, LayerMean, Logarithm, Pooled
 from kvjax.scores.keys import Redundancy, ValueRange
 from kvjax.scores.softmax import EntropyScaled, Noisy
@@ -173,3 +182,18 @@ def vase(budget: Count, *, values: Count = Share(0.25), window: Size = 64, kerne
     score = Logarithm(Pooled(LastRows(window), "avg", kernel))
     drawn = ThenRandom(Combined("less", (Share(1.0), window, values)), first=ValueRange())
     return Evict(score, budget, sinks, window, when=Schedule(over=window), select=drawn)
+
+
+def lazy_eviction(budget: Count, *, threshold: Proportion = 1e-4, window: Size = 128) -> Evict:
+    r"""Evicts tokens whose attention has not returned for longer than it ever took (LazyEviction, arXiv 2506.15969v3).
+
+    $S_j = 2 \sigma(-1 - (t - s_j) / m_j) + 2 \sigma(1 - m_j)$ with $t - s_j$ the steps since token $j$ got more than
+    `threshold`, and $m_j$ the longest interval between two such steps: the released code's score. Rows of the prompt do
+    not count. It evicts at every `window`-th decode step, and not before.
+
+    Args:
+      budget: live tokens a kv head and layer after an eviction, the window included.
+      threshold: a probability, above which a row counts.
+      window: last tokens that stay, and steps between evictions.
+    """
+    return Evict(Recurrence(threshold), budget, 0, window, when=Schedule(prefill=False, every=window))

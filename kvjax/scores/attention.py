@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from kvjax.contract import (
     Amount,
@@ -20,6 +20,7 @@ from kvjax.contract import (
     PerSlot,
     Phase,
     Prompts,
+    Proportion,
     Score,
     Size,
     Slots,
@@ -406,6 +407,46 @@ def _packed(bits: Bool[Array, "*n W"]) -> UInt32[Array, "*n words"]:
     """Bits as words of 32."""
     bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -bits.shape[-1] % 32)])
     return jnp.packbits(bits, axis=-1, bitorder="little").view(jnp.uint32)
+
+
+class Recurrence(Score):
+    r"""How soon a token should be attended to again, and how often it was (LazyEviction, arXiv 2506.15969v3).
+
+    $2 \sigma(-1 - (t - s_j) / m_j) + 2 \sigma(1 - m_j)$ at decode step $t$, with $s_j$ the last step whose row gave the
+    token more than a threshold, and $m_j$ the longest interval between two such steps; the second part is 0 where
+    $m_j$ is. A token begins at the step before it came, one of the prompt at step 0, with an interval of 0. This is
+    the released code's rule, which was read; the paper's text was not, and is quoted without the 1.
+
+    Attributes:
+      threshold: a probability, of the mean over a kv head's query heads.
+    """
+
+    threshold: Proportion = 1e-4
+
+    @property
+    def _rows(self) -> Rows:
+        return Rows(element="above", threshold=self.threshold)
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self._rows,) if phase == "decode" else ()
+
+    def memory(self, info: LayerInfo) -> PerSlot:
+        return PerSlot((2,), jnp.int32)  # the last step, the longest interval
+
+    def update(self, slots: Slots) -> Int[Array, "B K S 2"]:
+        if slots.ctx.phase != "decode":
+            return slots.memory
+        step, length = slots.ctx.step[:, None, None], slots.ctx.length[:, None, None]
+        last = jnp.where(slots.kv.pos == length - 1, step - 1, slots.memory[..., 0])
+        active = slots.stats[self._rows] > 0
+        longest = jnp.where(active, jnp.maximum(slots.memory[..., 1], step - last), slots.memory[..., 1])
+        return jnp.stack([jnp.where(active, step, last), longest], -1)
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        last, longest = (slots.memory[..., i].astype(jnp.float32) for i in (0, 1))
+        since = slots.ctx.step[:, None, None].astype(jnp.float32) - last
+        often = jnp.where(longest > 0, jax.nn.sigmoid(1 - longest), 0.0)
+        return 2 * (jax.nn.sigmoid(-1 - since / (longest + 1e-5)) + often)
 
 
 class Repeated(Score):
