@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from kvjax import methods
 from kvjax.budgets import Adaptive, Pyramid, Share
-from kvjax.compose import chain, from_fn, partition, partition_heads, protect, shared_layers, when
+from kvjax.compose import chain, from_fn, partition, partition_heads, protect, shared_heads, shared_layers, when
 from kvjax.compose.across import across_layers
 from kvjax.compose.evict import Evict
 from kvjax.contract import Policy, doors
@@ -93,6 +93,7 @@ __all__ = [
     "save_state",
     "score",
     "shard_params",
+    "shared_heads",
     "shared_layers",
     "start",
     "stream",

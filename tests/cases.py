@@ -17,6 +17,7 @@ from kvjax import budgets, methods, observe
 from kvjax.budgets import STEP, Schedule
 from kvjax.compose import across
 from kvjax.contract import Layout
+from kvjax.decide.select import Pages
 from kvjax.methods.released import counts, easykv, factory, kvpress, papers, parts
 from kvjax.scores.attention import Accumulated, Faded
 from kvjax.scores.softmax import SeesAll
@@ -353,6 +354,8 @@ COMPOSITIONS = {
     "chain_of_partitions": lambda b, s: kvjax.chain(
         kvjax.partition({"k": methods.knorm(0.7), "f": methods.full()}, s.labels("f", "k")), methods.tova(b)
     ),
+    "pages": lambda b, s: replace(methods.h2o(b, recent=2), select=Pages(3, "best"), sinks=1),
+    "shared_heads": lambda b, s: kvjax.shared_heads(replace(methods.keydiff(b), when=STEP, select=Pages(3))),
     "shared_layers": lambda b, s: kvjax.shared_layers(methods.keyformer(b)),
     "shared_layers_snapkv": lambda b, s: kvjax.shared_layers(methods.snapkv(b, window=4, kernel=3)),
     "across_layers_entropy": lambda b, s: kvjax.across_layers(

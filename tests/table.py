@@ -72,7 +72,7 @@ class Case:
 FEWER = {
     *("chunkkv", "finch_chunks", "kvzap_threshold", "simlayerkv", "simlayerkv_lazy", "nacl_from_all", "ada_released"),
     *("ada_released_normalized", "ada_factory", "ada_pyramid_adakv", "kvpress_chunk", "kvpress_dms"),
-    *("kvpress_dms_snapkv", "kvpress_simlayerkv", "kvpress_simlayerkv_all"),
+    *("kvpress_dms_snapkv", "kvpress_simlayerkv", "kvpress_simlayerkv_all", "pages", "shared_heads"),
 }
 
 # Rows that decide anew when asked again: scores that depend on which tokens live, where heads compete, or above a
@@ -81,7 +81,7 @@ ANEW = {"kvpress_adakv_curdkv", "kvpress_adakv_expected_attention", "kvpress_dms
 
 # Rows in which a token's fate depends on the place of its head: draws are by head, tables have a row a head.
 BY_HEAD = {
-    *("random_attention", "vase", "lazy_eviction"),
+    *("random_attention", "vase", "lazy_eviction", "pages"),
     *("keyformer", "keyformer_per_key", "keyformer_rank", "keyformer_released", "keyformer_share_batch"),
     *("keyformer_damped", "shared_layers", "random", "random_run", "kvpress_random", "easykv_both_random", "nacl"),
     *("nacl_given", "nacl_begin", "nacl_from_all", "nacl_uniform", "nacl_normalised", "nacl_headbug", "nacl_grouped"),

@@ -12,10 +12,11 @@ from kvjax import methods, models
 from kvjax.budgets import STEP, HeadShares, LayerShares, Schedule
 from kvjax.compose import across
 from kvjax.contract import Layout, Rewrite
+from kvjax.decide.select import Pages
 from kvjax.methods.released import factory, papers
 from kvjax.scores.attention import Recency
 from kvjax.storage import Pool
-from tests import table, tensors
+from tests import one_call, table, tensors
 from tests.marks import exhaustive_but, slow_but
 from tests.tensors import live_positions
 
@@ -295,3 +296,39 @@ def test_layers_that_share_a_decision_have_one_budget():
     first, *others = kept(kvjax.shared_layers(even))
     assert others == [first] * 2
     assert len(first[0]) > len(first[1])
+
+
+NO_SET = {  # of the table, why heads cannot keep one set
+    "ada_snapkv": "Adaptive decides for each by itself; give an Evict with heads=None",
+    "criticalkv": "TwoStage decides for each by itself",
+    "partition_heads": "ByHead decides for each by itself",
+    "fastgen": "FastGen ranks none",
+}
+
+
+@pytest.mark.parametrize("name", slow_but(("h2o", "streaming_llm", "vase", "chunkkv", "across_layers_entropy"), "vase"))
+def test_heads_that_share_keep_one_set(name):
+    shared = kvjax.shared_heads(table.Case(name).policy)
+    live = np.asarray(one_call.decided(shared)[1].live)[:2]
+    np.testing.assert_array_equal(live, np.broadcast_to(live[:, :1], live.shape))
+
+
+@pytest.mark.parametrize("name", NO_SET)
+def test_heads_that_decide_for_themselves_share_none(name):
+    here = table.Case(name).policy.at(1, 3)
+    with pytest.raises(ValueError, match=f"all kv heads are to keep one set of tokens, but {NO_SET[name]}"):
+        kvjax.shared_heads(here)
+
+
+def test_pages_of_a_layer_go_as_a_whole_in_all_heads_while_decoding():
+    """Pages of 3: a head holds all or none of one, but for the sink's and the newest."""
+    policy = kvjax.shared_heads(dataclasses.replace(methods.h2o(10, recent=1), sinks=1, select=Pages(3)))
+    live = tensors.replay(policy, TENSORS, T).live
+    for n, step in enumerate(live, T):
+        for one, other in step:
+            pages = [sum(p // 3 == page for p in one) for page in range(1, (n - 1) // 3)]
+            assert one == other
+            assert {0, n - 1} <= {*one}
+            assert len(one) <= 10
+            assert {*pages} <= {0, 3}
+    assert len({len(one) for step in live for one, _ in step}) > 1

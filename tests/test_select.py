@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import methods, models
 from kvjax.contract import Layout
-from kvjax.decide.select import Chunks, PerChunk, all_but_worst, best
+from kvjax.decide.select import Chunks, Pages, PerChunk, all_but_worst, best
 from kvjax.methods.released import kvpress, papers
 from tests import tensors
 from tests.marks import slow_but
@@ -158,6 +158,16 @@ def test_places_beside_wide_values_are_drawn_in_proportion_to_attention():
     share[[0, *widest, 10, 11]] = 0
     share /= share.sum()
     assert (np.abs(drawn - share) <= 4 * np.sqrt(share * (1 - share) / 512)).all()
+
+
+@pytest.mark.parametrize(("worth", "wanted"), [("best", [3, 4, 5]), ("mean", [9, 10, 11]), ("newest", [6, 7, 8])])
+def test_whole_pages_stay_by_their_worth(worth, wanted):
+    """Of pages of 3 tokens a budget of 8 holds that of the first, that of the last, and one more; of 3, no page."""
+    numbers = jnp.asarray([0, 0, 0, 9, 0, 0, 5, 0, 5, 4, 4, 4, 0], jnp.float32)
+    policy = kvjax.from_fn(lambda kv, stats, ctx: numbers[kv.pos], 8, sinks=1, recent=1, select=Pages(3, worth))
+    for budget, stay in ((8, [0, 1, 2, *wanted, 12]), (3, [0, 12])):
+        found = kvjax.evict_layer(replace(policy, budget=budget), *(x[:, :, :13] for x in ARRAYS))
+        assert tensors.live_positions(found)[0] == [stay] * 2
 
 
 # ------------------------------------------------------------------------------------------------ while decoding

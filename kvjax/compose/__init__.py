@@ -11,4 +11,5 @@ from kvjax.compose.policies import from_fn as from_fn
 from kvjax.compose.policies import partition as partition
 from kvjax.compose.policies import partition_heads as partition_heads
 from kvjax.compose.policies import protect as protect
+from kvjax.compose.policies import shared_heads as shared_heads
 from kvjax.compose.policies import when as when

@@ -28,7 +28,9 @@ from kvjax.contract import (
     Stats,
     unique,
 )
-from kvjax.scores.attention import Function
+from kvjax.decide.select import ThenRandom, TwoStage
+from kvjax.scores.attention import Function, Recency
+from kvjax.scores.blends import LayerMean
 
 Change = Callable[[Policy, LayerView, Context], LayerView]  # what becomes of a member's layer
 
@@ -384,6 +386,36 @@ def protect(policy: Policy, *, sinks: Count | None = None, recent: Count | None 
         return given | ({"layout": dataclasses.replace(fields["layout"], positions="rank", sinks=0)} if shifted else {})
 
     return everywhere(policy, Policy, "sinks", changed)
+
+
+def shared_heads(policy: Policy) -> Policy:
+    """The same policy with one set of tokens for all kv heads of a layer, by the mean of their scores.
+
+    Engines store a layer's tokens so: one table of blocks for all heads. Draws are the same in all heads.
+
+    Args:
+      policy: an `Evict`, or a policy that is made of some.
+
+    Raises:
+      ValueError: nothing inside ranks tokens; heads have budgets or policies of their own, or a selection that weighs
+        each head's tokens.
+    """
+    found = evicts(policy)
+    own = [p.heads if isinstance(p, Evict) else p for p in having(policy, "heads") if p.heads is not None]
+    own = own or [p.select for p in found if isinstance(p.select, TwoStage)]
+    if own or not found:
+        why = f"{type(own[0]).__name__} decides for each by itself" if own else f"{type(policy).__name__} ranks none"
+        raise ValueError(f"all kv heads are to keep one set of tokens, but {why}; give an Evict with heads=None")
+    mean = lambda score: score if isinstance(score, Recency) else LayerMean(score)
+
+    def changed(fields: dict[str, Any]) -> dict[str, Any]:
+        select = fields["select"]
+        if isinstance(select, ThenRandom):
+            first = None if select.first is None else mean(select.first)
+            select = dataclasses.replace(select, shared=True, first=first)
+        return {"score": mean(fields["score"]), "select": select}
+
+    return everywhere(policy, Policy, "score", changed)
 
 
 def everywhere(x: Any, kind: Any, field: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

@@ -4,6 +4,8 @@ Scores have no gradient here, and are computed once: XLA may compute a float twi
 number taken from a score and compared with the same score may lose a token. A barrier stands before each comparison.
 """
 
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -245,6 +247,40 @@ class PerChunk(Select):
         chosen = jnp.put_along_axis(jnp.zeros_like(kv.live), order, mine, -1, inplace=False)
         stays = kv.live & (chosen | safe | (kv.num_live <= budgets)[..., None])
         return best(jnp.where(safe, jnp.inf, score), jnp.where(stays, kv.pos, -1), budgets)
+
+
+class Pages(Select):
+    """Whole pages of neighbouring positions go, as engines free them.
+
+    A head's pages stay in the order of their worth, those of protected tokens first, up to the first one that its
+    budget does not hold: so it keeps up to a page less than its budget. Of a page that goes, protected tokens stay.
+    Where all heads are to free the same pages, `kvjax.shared_heads` gives them one score.
+
+    Attributes:
+      size: positions of a page; engines have 16 to 64.
+      worth: of the scores of a page's live tokens the "best", the "mean", or that of the "newest" token.
+    """
+
+    size: Size = 16
+    worth: Literal["best", "mean", "newest"] = "mean"
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, safe, S = slots.kv, slots.protected, score.shape[-1]
+        page = jnp.where(kv.live, kv.pos // self.size, LAST)
+        take, index = lambda x, at: jnp.take_along_axis(x, at, -1), lax.broadcasted_iota(jnp.int32, score.shape, 2)
+        by_page = jnp.lexsort((kv.pos, score if self.worth == "best" else kv.pos, page), axis=-1)
+        page, score, alone = take(page, by_page), take(score, by_page), take(safe & kv.live, by_page)
+        place, length = _runs(page)
+        segment = jnp.cumsum(place == 0, -1, dtype=jnp.int32) - 1
+        total = lambda x: take(segment_sum(x, segment, S), segment)  # of each token's page
+        last = take(score, index - place + length - 1)  # of its page, by position or by score
+        worth = total(score) / length.astype(score.dtype) if self.worth == "mean" else last
+        order = jnp.lexsort((-page, -worth, total(alone.astype(jnp.int32)) == 0), axis=-1)
+        place, length = _runs(take(page, order))
+        others = jnp.cumsum(take(~alone & (page < LAST), order), -1, dtype=jnp.int32)
+        held = take(others, index - place + length - 1) + alone.sum(-1, keepdims=True)
+        back = jnp.argsort(take(by_page, order), axis=-1)
+        return kv.live & (safe | take(held <= budgets[..., None], back))
 
 
 def _runs(x: Int[Array, "B K S"]) -> tuple[Int[Array, "B K S"], Int[Array, "B K S"]]:
