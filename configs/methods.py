@@ -87,6 +87,17 @@ def random_attention(budget: Count, *, every: int = 128) -> Policy:
     return methods.random_attention(Combined("sum", (1.0, budget)), every=every)
 
 
+def triattention(budget: Count, centres: Any, *, every: int = 128) -> Policy:
+    """Keeps the whole prompt, and keys that the centres of queries will pay to (TriAttention, arXiv 2604.04921).
+
+    Args:
+      budget: live tokens a kv head and layer beside the prompt.
+      centres: those of the model's queries.
+      every: tokens by which a cache grows before it is cut.
+    """
+    return methods.triattention(Combined("sum", (1.0, budget)), **centres, every=every)
+
+
 def streaming_llm(
     budget: Count, *, sinks: int = 4, positions: Literal["shifted", "rank", "original"] = "shifted"
 ) -> Policy:
@@ -154,6 +165,10 @@ _WROTE = "wrote for the model; that beside its weights if empty"
 _FUNCTION = File(
     lambda setup, given: HiddenHeads(probed_arrays(setup, given, "kvzap")),
     f"what `experiments/probe.py kvzap` {_WROTE}.",
+)
+_CENTRES = File(
+    lambda setup, given: {**probed_arrays(setup, given, "centres")},
+    f"what `experiments/probe.py centres` {_WROTE}.",
 )
 _QUERIES = File(
     lambda setup, given: {**probed_arrays(setup, given, "queries")} if given else None,
@@ -258,6 +273,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "streaming_llm": of(streaming_llm),
     "think": of(methods.think, over="channels", values=(0.25, 0.5, 0.75), form="channels-{:g}"),
     "tova": of(methods.tova),
+    "triattention": of(triattention, centres=_CENTRES, every=16, form="prompt+{}"),
     "vase": of(methods.vase, window=16),
     "window": of(methods.window),
 }

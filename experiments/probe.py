@@ -1,5 +1,6 @@
 """Finds once what some methods must know of a model.
 
+    python experiments/probe.py centres --model DIR --output centres.npz
     python experiments/probe.py filters --model DIR --output filters.npy
     python experiments/probe.py heads --model DIR --output heads.npy
     python experiments/probe.py kvzap --model DIR --output kvzap.npz
@@ -26,7 +27,7 @@ from kvjax.experiments.tasks import retrieval
 from kvjax.experiments.tasks.base import task_of
 from kvjax.experiments.tasks.text import filler
 from kvjax.learning import kvzap as zap
-from kvjax.learning.probes import fit_filters, fit_queries, head_importance
+from kvjax.learning.probes import fit_centres, fit_filters, fit_queries, head_importance
 from kvjax.models.embedded import included
 from kvjax.models.written import write_bytes
 from kvjax.text.encode import repeating
@@ -40,7 +41,7 @@ class Probe:
     """Of which model, and from what.
 
     Attributes:
-      output: the file to write: an array of numpy (.npy), or for kvzap and queries several (.npz).
+      output: the file to write: an array of numpy (.npy), or for centres, kvzap and queries several (.npz).
       model: "embedded", "varied", or a checkpoint.
       text: a file of text to read; the project's sentences if None.
       examples: pieces of text, or questions.
@@ -113,6 +114,11 @@ def _write(probe: Probe, made: Callable[[Any, Probe], Any], find: Callable[[Any,
     print(f"of {size.num_layers} layers and {size.num_kv_heads} kv heads, written to {probe.output}")
 
 
+def centres(probe: Given) -> None:
+    """The centres of queries, by which TriAttention ranks keys: `run.py --config triattention.py --centres FILE`."""
+    _write(probe, pieces, fit_centres)
+
+
 def filters(probe: Given) -> None:
     """The directions of queries, which Q-Filters compares keys to: `run.py --config q_filters.py --filters FILE`."""
     _write(probe, pieces, lambda model, params, tokens: np.asarray(fit_filters(model, params, tokens)["filters"]))
@@ -170,7 +176,7 @@ def kvzap(probe: Given, units: int | None = None, steps: int = 2000) -> None:
 @as_command
 def main(argv: Sequence[str]) -> None:
     """Finds what the first argument names."""
-    parsed({f.__name__: f for f in (filters, heads, kvzap, queries)}, argv, "probe", __doc__)
+    parsed({f.__name__: f for f in (centres, filters, heads, kvzap, queries)}, argv, "probe", __doc__)
 
 
 if __name__ == "__main__":

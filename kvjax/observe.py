@@ -15,7 +15,20 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.budgets import known
-from kvjax.contract import EMPTY, Amount, AttentionInputs, Context, Count, LayerInfo, Size, Slots, turned_queries, value
+from kvjax.contract import (
+    EMPTY,
+    Amount,
+    AttentionInputs,
+    Context,
+    Count,
+    FrozenArrays,
+    LayerInfo,
+    Rotate,
+    Size,
+    Slots,
+    turned_queries,
+    value,
+)
 from kvjax.contract.values import A_COUNT
 from kvjax.pallas_kernels import Columns, Logits, Softmax, attention
 from kvjax.pallas_kernels.columns import accumulator
@@ -181,6 +194,51 @@ class FutureQueries:
         turned = lax.fori_loop(0, self.horizon, add, jnp.zeros_like(basis))[:, 0] / self.horizon
         turned = turned * inputs.logits.factor(H)
         return jnp.einsum("bnj,bjh->bnh", mean, turned), jnp.einsum("bnij,bih,bjl->bnhl", cov, turned, turned)
+
+
+def turned_together(rotate: Rotate, H: int) -> Float[Array, "H H"]:
+    """What a rotation by one position makes of each channel; what is not 0 says which channels turn as a pair."""
+    return rotate(jnp.eye(H)[None, None], jnp.ones((1, 1, H), jnp.int32))[0, 0]
+
+
+def lengths_of_pairs(x: Float[Array, "... H"], turned: Float[Array, "H H"]) -> Float[Array, "... H"]:
+    """For every channel the length of the pair that it is turned in; of one that is not turned, its size."""
+    return jnp.sqrt(jnp.square(x) @ (turned != 0).astype(x.dtype))
+
+
+@value
+class CentredQueries:
+    """What queries to come are, by their centres in a model (TriAttention, arXiv 2604.04921).
+
+    They are (the centre, turned to positions to come, "B N H"; by how much pairs of channels are longer than it, a
+    half for each channel of a pair, "B N H"; what the rotation makes of channels, "H H").
+
+    Attributes:
+      table: of queries before rotation, "mean" and the mean "length" of every channel's pair, "L N H".
+      furthest: the positions to come are 1, 2, 4, ... after the next one, up to so many.
+    """
+
+    table: FrozenArrays
+    furthest: Size = 65536
+
+    def check(self, info: LayerInfo) -> None:
+        """Refuses a layer of other sizes."""
+        there, here = self.table["mean"].shape, (info.num_layers, info.num_query_heads, info.head_dim)
+        if not there == self.table["length"].shape == here:
+            raise ValueError(
+                f"centres have the shape {there}, but the model has {here} (layers, query heads, head_dim); give this "
+                "model's"
+            )
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Array, Array, Array]:
+        mean, length = (jnp.asarray(self.table[n])[inputs.ctx.layer].astype(jnp.float32) for n in ("mean", "length"))
+        turned = turned_together(inputs.rotate, mean.shape[-1])
+        offsets = 2 ** jnp.arange(self.furthest.bit_length(), dtype=jnp.int32)
+        many = jnp.broadcast_to(mean[None, :, None], (len(inputs.q), len(mean), len(offsets), mean.shape[-1]))
+        ahead = turned_queries(inputs.rotate, many, (inputs.ctx.length[:, None] + offsets[None])[:, None]).mean(2)
+        stretch, alike = jnp.sqrt(jnp.square(turned).sum(-1)), (turned != 0).sum(-1).astype(jnp.float32)
+        longer = (length - lengths_of_pairs(mean, turned)) * (stretch / alike)[None]
+        return ahead, jnp.broadcast_to(longer[None], ahead.shape), turned
 
 
 @value

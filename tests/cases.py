@@ -103,6 +103,12 @@ METHODS = {
     "r_kv": _plain(methods.r_kv, window=3, kernel=3, buffer=2),
     "lazy_eviction": _plain(methods.lazy_eviction, threshold=0.05, window=3),
     "vase": _plain(methods.vase, window=3, kernel=3, sinks=2),
+    "triattention": lambda b, s: methods.triattention(
+        budgets.Combined("sum", (1.0, budgets.Times(b, 0.25))),
+        s.normal(8, s.L, s.N, s.H),
+        3 + s.normal(9, s.L, s.N, s.H) ** 2,
+        every=2,
+    ),
     "window": _plain(methods.window),
     "window_sinks": lambda b, s: replace(methods.window(b), sinks=2),
     "streaming_llm": _plain(methods.streaming_llm, sinks=2),
@@ -377,6 +383,7 @@ CASES: dict[str, Callable[..., Any]] = METHODS | VARIANTS | KVPRESS | EASYKV | C
 # Those whose layers differ. Where one decision is made for all of them, the first one's numbers decide draws.
 SHARED = {"nacl_global", "shared_layers", "shared_layers_snapkv"}
 BY_LAYER = {
+    "triattention",
     *("pyramidkv", "ada_pyramid", "headkv", "q_filters", "kvzap", "kvzap_threshold", "quest", "duo_attention"),
     *("duo_attention_threshold", "knorm_factory", "pyramidkv_factory", "pyramidkv_adakv", "pyramidkv_kvpress"),
     *("ada_skip", "ada_pyramid_adakv", "headkv_factory", "expected_attention_stats", "quest_by_query_head"),

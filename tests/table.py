@@ -81,7 +81,7 @@ ANEW = {"kvpress_adakv_curdkv", "kvpress_adakv_expected_attention", "kvpress_dms
 
 # Rows in which a token's fate depends on the place of its head: draws are by head, tables have a row a head.
 BY_HEAD = {
-    *("random_attention", "vase", "lazy_eviction", "pages"),
+    *("random_attention", "vase", "triattention"),
     *("keyformer", "keyformer_per_key", "keyformer_rank", "keyformer_released", "keyformer_share_batch"),
     *("keyformer_damped", "shared_layers", "random", "random_run", "kvpress_random", "easykv_both_random", "nacl"),
     *("nacl_given", "nacl_begin", "nacl_from_all", "nacl_uniform", "nacl_normalised", "nacl_headbug", "nacl_grouped"),
@@ -98,7 +98,7 @@ NO_BUDGET = {
 
 # Rows whose budget is beside the prompt, and holds any.
 PROMPT_OUTSIDE = {
-    *("random_attention", "window_of_generated"),
+    *("random_attention", "triattention", "window_of_generated"),
     *(f"easykv_decoding_{x}" for x in ("roco", "mas", "h2o", "tova", "recency", "random")),
 }
 
@@ -132,7 +132,11 @@ NO_TWO_SHAPES |= dict.fromkeys(("headkv", "head_table"), "HeadShares has 2 rows 
 NO_TWO_SHAPES |= dict.fromkeys(
     ("duo_attention", "duo_attention_threshold", "partition_heads", "partition_heads_dense"), "give one label a head"
 )
-NO_TWO_SHAPES |= {"q_filters": "filters have the shape", "expected_attention_stats": "moments have the shape"}
+NO_TWO_SHAPES |= {
+    "triattention": "centres have the shape",
+    "q_filters": "filters have the shape",
+    "expected_attention_stats": "moments have the shape",
+}
 
 # Rows in which the number of a value's channels counts, as that of a standard deviation over them.
 COUNTS_CHANNELS = {"lagkv"}
@@ -161,7 +165,7 @@ QUICK = {
 }
 DECODED = {
     *("h2o", "streaming_llm", "h2o_pooled", "keyformer", "fastgen_pooled", "tova_when_over_3", "partition_heads"),
-    *("scissorhands", "snapkv_then_h2o", "random_attention", "vase"),
+    *("scissorhands", "snapkv_then_h2o", "random_attention", "vase", "lazy_eviction", "pages", "triattention"),
 }
 FEW = {"h2o", "ada_snapkv", "quest"}
 

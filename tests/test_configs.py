@@ -20,7 +20,7 @@ WANTED = """full random window dilated_window streaming_llm key_attention h2o sc
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv
 kvzip kvzap quest duo_attention capkv random_attention
-dropkv vase lazy_eviction""".split()
+dropkv vase lazy_eviction triattention""".split()
 
 
 def test_all_methods_have_a_config():
@@ -41,7 +41,7 @@ def test_config(name, embedded):
         assert min(plan.capacities) > 0
 
 
-NEEDING_MORE = ("duo_attention", "fastgen", "headkv", "kvzap", "kvzip", "q_filters")
+NEEDING_MORE = ("duo_attention", "fastgen", "headkv", "kvzap", "kvzip", "q_filters", "triattention")
 
 
 @pytest.mark.parametrize("name", [n for n in WANTED if n not in (*NEEDING_MORE, "full")])

@@ -16,7 +16,7 @@ from kvjax import Evict, evict_layer, make_plan, methods, models
 from kvjax.contract import LayerInfo, Layout, Value
 from kvjax.learning import kvzap
 from kvjax.learning.gates import distance, gated, penalty
-from kvjax.learning.probes import fit_filters, fit_queries, head_importance, observed
+from kvjax.learning.probes import fit_centres, fit_filters, fit_queries, head_importance, observed
 from kvjax.models.embedded import EMBEDDED
 from kvjax.models.scorer import TrainedHead
 from kvjax.observe import Reread, votes
@@ -301,6 +301,7 @@ def test_filters_and_moments_of_queries(wide):
         pos, layers = queries_of(model, params)
         filters = fit_filters(model, params, TOKENS, lengths=LENGTHS)["filters"]
         moments = fit_queries(model, params, TOKENS, lengths=LENGTHS, sinks=2)
+        centres = fit_centres(model, params, TOKENS, lengths=LENGTHS)
         with pytest.raises(
             ValueError, match="texts of up to 12 tokens have none behind the first 12; give longer ones"
         ):
@@ -311,6 +312,10 @@ def test_filters_and_moments_of_queries(wide):
             rows = q[:, n][pos >= 0]
             u = np.linalg.svd(rows)[2][0]
             directions.append(-u if (rows @ u).sum() > 0 else u)
+            rows = raw[:, n][pos >= 0]
+            np.testing.assert_allclose(centres["mean"][layer, n], rows.mean(0), atol=1e-5)
+            size = np.tile(np.hypot(rows[:, :3], rows[:, 3:]).mean(0), 2)
+            np.testing.assert_allclose(centres["length"][layer, n], size, atol=1e-5)
             rows = raw[:, n][pos >= 2]
             np.testing.assert_allclose(moments["mean"][layer, n], rows.mean(0), atol=1e-5)
             np.testing.assert_allclose(moments["covariance"][layer, n], np.cov(rows.T, bias=True), atol=1e-4)

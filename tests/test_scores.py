@@ -8,7 +8,8 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule
-from kvjax.observe import FutureQueries
+from kvjax.contract import FrozenArrays
+from kvjax.observe import CentredQueries, FutureQueries
 from kvjax.scores.attention import Faded, LastRows, Recency, Recurrence
 from kvjax.scores.blends import (
     Blend,
@@ -17,10 +18,11 @@ from kvjax.scores.blends import (
     pool_in_order,
     sum_by_position,
 )
-from kvjax.scores.keys import Capacity, Leverage, Redundancy
+from kvjax.scores.keys import Capacity, Centred, Leverage, Redundancy
 from kvjax.scores.rows import Defensive, OutputChange, Unsteady
 from tests import tensors
 from tests.by_hand import read, read_tensors
+from tests.float64 import turned
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
@@ -48,6 +50,23 @@ def test_capacity_of_large_values_is_that_of_directions():
     v = jnp.asarray(np.random.default_rng(1).standard_normal((B, K, T, 2)) @ along, jnp.float32)
     found = [scores(Capacity(FutureQueries(4)), q, k, v * size) for size in (1e2, 1e4)]
     np.testing.assert_allclose(found[1], found[0], rtol=2e-2, atol=1e-4)
+
+
+def test_centres_of_queries_say_what_keys_will_get():
+    """In float64, by pairs of channels as complex numbers, at the 3 positions that are 1, 2 and 4 after the next."""
+    q, k, v = tensors.qkv(3, T=12, H=6)
+    draw = np.random.default_rng(2)
+    mean, length = draw.standard_normal((1, N, 6)), np.tile(2 + draw.random((1, N, 3)), 2)
+    queries = CentredQueries(FrozenArrays({"mean": mean.astype(np.float32), "length": length.astype(np.float32)}), 4)
+    found = scores(Centred(queries), q, k, v, rotate=lambda x, pos: turned(x, pos.astype(x.dtype), jnp))
+    pairs = lambda x: np.asarray(x, np.float64)[..., :3] + 1j * np.asarray(x, np.float64)[..., 3:]
+    centre, key = pairs(mean)[0, None, :, None], np.repeat(pairs(k), N // K, axis=1)
+    gap = 12 - np.arange(12) + np.array([1, 2, 4])[:, None]
+    turn = np.exp(1j * gap[..., None] * np.array([1.0, 0.4, 0.1])).mean(0)
+    wanted = (centre * key.conj() * turn).real.sum(-1)
+    wanted += ((length[0, :, None, :3] - np.abs(centre[0])) * np.abs(key)).sum(-1)
+    wanted = (wanted - wanted.mean(-1, keepdims=True)) / wanted.std(-1, keepdims=True)
+    np.testing.assert_allclose(found, wanted.reshape(B, K, N // K, 12).max(2), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.contract import EMPTY, Amount, AttentionInputs, Layout, Model, Observation, Stats, kv_layers, value
-from kvjax.observe import Reread, votes
+from kvjax.observe import Reread, lengths_of_pairs, turned_together, votes
 from kvjax.pallas_kernels import kinds
 from kvjax.run.checks import as_array, check_model, check_one_shape, check_prompts
 from kvjax.run.prefill_each import Stored, read_whole
@@ -37,6 +37,19 @@ class QueryMoments:
         counts = ((inputs.pos != EMPTY) & (inputs.pos >= self.skip)).astype(jnp.float32)
         products = jnp.einsum("bt,bnth,bntj->bnhj", counts, q, q)
         return jnp.einsum("bt,bnth->bnh", counts, q), products, counts.sum(-1)
+
+
+@value
+class QueryCentres:
+    """Observes sums over the new tokens' queries before rotation, and over the lengths of their pairs of channels.
+
+    Their number comes with them: (sum "B N H", sum of lengths "B N H", number "B").
+    """
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"], Array]:
+        q, counts = inputs.raw_q.astype(jnp.float32), (inputs.pos != EMPTY).astype(jnp.float32)
+        lengths = lengths_of_pairs(q, turned_together(inputs.rotate, q.shape[-1]))
+        return *(jnp.einsum("bt,bnth->bnh", counts, x) for x in (q, lengths)), counts.sum(-1)
 
 
 def observed(
@@ -115,8 +128,27 @@ def fit_queries(
     return {"mean": np.asarray(means, np.float32), "covariance": np.asarray(covariances, np.float32)}
 
 
+def fit_centres(model: Model, params: PyTree, tokens: Any, *, lengths: Any = None) -> dict[str, np.ndarray]:
+    """The centres of a model's queries for `kvjax.methods.triattention`, from text that it reads (arXiv 2604.04921).
+
+    Args:
+      model, params: the model.
+      tokens: left-padded text "B T".
+      lengths: the texts' own lengths, T if None.
+
+    Returns:
+      Of queries before rotation, "mean" (L, N, H) and the mean "length" (L, N, H) of each channel's pair.
+
+    Raises:
+      ValueError: tokens outside the vocabulary, or lengths outside 1 to T.
+    """
+    found = _moments(model, params, tokens, lengths, QueryCentres())
+    each = zip(("mean", "length"), zip(*((total / n, size / n) for total, size, n in found), strict=True), strict=True)
+    return {name: np.asarray(x, np.float32) for name, x in each}
+
+
 def _moments(
-    model: Model, params: PyTree, tokens: Any, lengths: Any, what: QueryMoments
+    model: Model, params: PyTree, tokens: Any, lengths: Any, what: QueryMoments | QueryCentres
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Sums over all texts in every layer, in float64."""
     check_model(model, params)

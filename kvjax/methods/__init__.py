@@ -25,6 +25,7 @@ from kvjax.methods.keys import knorm as knorm
 from kvjax.methods.keys import kvzap as kvzap
 from kvjax.methods.keys import lagkv as lagkv
 from kvjax.methods.keys import q_filters as q_filters
+from kvjax.methods.keys import triattention as triattention
 from kvjax.methods.nacl import nacl as nacl
 from kvjax.methods.position import full as full
 from kvjax.methods.position import random as random

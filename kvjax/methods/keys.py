@@ -2,15 +2,16 @@
 
 from typing import Annotated, Any
 
-from kvjax.budgets import STEP
+from kvjax.budgets import STEP, Schedule
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
 from kvjax.decide.select import AtLeast, TopK
-from kvjax.observe import ChunkAttention, FutureQueries, Hidden, OfLayer
+from kvjax.observe import CentredQueries, ChunkAttention, FutureQueries, Hidden, OfLayer
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import (
     Capacity,
+    Centred,
     Expected,
     Given,
     KeyDifference,
@@ -167,3 +168,27 @@ def kvzap(budget: Count, function: OfLayer, *, threshold: float | None = None, r
     """
     select = TopK() if threshold is None else AtLeast(threshold)
     return Evict(Predicted(Hidden(function)), budget, 0, _at_most(recent, budget), when=STEP, select=select)
+
+
+def triattention(
+    budget: Count,
+    mean: Annotated[Any, numbers("L", "N", "H")],
+    length: Annotated[Any, numbers("L", "N", "H")],
+    *,
+    every: Size = 128,
+) -> Evict:
+    """Keeps the whole prompt, and keys that the centres of queries will pay to (TriAttention, arXiv 2604.04921).
+
+    Queries before rotation lie around centres, so that what a key will get follows from its distance. The released
+    code's mode in which every layer and kv head has a set of its own. It evicts while decoding, when a head holds
+    `every` tokens beyond its budget.
+
+    Args:
+      budget: live tokens a kv head and layer after an eviction, the prompt included: `Combined("sum", (1.0, 512))` is
+        the prompt and 512 more. One that does not hold the prompt is refused.
+      mean, length: of a model's queries before rotation, the mean and the mean length of each channel's pair, as
+        `kvjax.learning.probes.fit_centres` finds them.
+      every: tokens by which a cache grows.
+    """
+    queries = CentredQueries(FrozenArrays({"mean": mean, "length": length}))
+    return Evict(Centred(queries), budget, 1.0, when=Schedule(over=every))

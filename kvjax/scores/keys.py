@@ -28,7 +28,7 @@ from kvjax.contract import (
     value,
 )
 from kvjax.decide.linalg import of_each, unit
-from kvjax.observe import FutureQueries, UnrotatedKeys, segment_sum
+from kvjax.observe import CentredQueries, FutureQueries, UnrotatedKeys, lengths_of_pairs, segment_sum
 from kvjax.pallas_kernels import Columns, Logits, attention
 from kvjax.storage import in_order
 
@@ -202,6 +202,38 @@ class Expected(Score):
         how = {"columns": (Columns(),), "bias": bias, "logits": Logits(1.0)}
         (p,) = attention(mean[:, :, None], k, k, row, places, **how).columns
         return (p + self.eps) * jnp.linalg.norm(kv.v.astype(jnp.float32), axis=-1) if self.value_norms else p
+
+
+class Centred(Score):
+    r"""What the centres of a model's queries pay to a key, by distance and by length (TriAttention, arXiv 2604.04921).
+
+    For every query head the mean over positions $n$ to come of $\sum_f |\bar q_f| |k_f| \cos((n - p) \omega_f + \arg
+    \bar q_f \bar k_f^*)$, plus $\sum_f (\overline{|q_f|} - |\bar q_f|) |k_f|$, over the pairs $f$ of channels before
+    rotation. The first is the product of the turned centre and the key. Scores of a query head are standardized over
+    the candidates; the largest of a group counts, as in the released code.
+
+    Attributes:
+      queries: observes the centres.
+    """
+
+    queries: CentredQueries
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (self.queries,)
+
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> tuple[()]:
+        self.queries.check(info)
+        return ()
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        (ahead, longer, turned), k = slots.stats[self.queries], slots.kv.k.astype(jnp.float32)
+        (B, K, _, H), among = k.shape, slots.candidates[:, :, None]
+        of_heads = lambda x, y: jnp.einsum("bkgh,bksh->bkgs", x.reshape(B, K, -1, H), y)
+        x = of_heads(ahead, k) + of_heads(longer, lengths_of_pairs(k, turned))
+        count = jnp.maximum(among.sum(-1, keepdims=True), 1).astype(jnp.float32)
+        x = x - jnp.where(among, x, 0.0).sum(-1, keepdims=True) / count
+        deviation = jnp.sqrt(jnp.where(among, jnp.square(x), 0.0).sum(-1, keepdims=True) / count)
+        return (x / jnp.maximum(deviation, 1e-6)).max(2)
 
 
 class Capacity(Score):
