@@ -211,7 +211,7 @@ class CentredQueries:
     """What queries to come are, by their centres in a model (TriAttention, arXiv 2604.04921).
 
     They are (the centre, turned to positions to come, "B N H"; by how much pairs of channels are longer than it, a
-    half for each channel of a pair, "B N H"; what the rotation makes of channels, "H H").
+    half for each channel of a pair, "B N H"; what the rotation makes of channels, "B H H").
 
     Attributes:
       table: of queries before rotation, "mean" and the mean "length" of every channel's pair, "L N H".
@@ -238,7 +238,8 @@ class CentredQueries:
         ahead = turned_queries(inputs.rotate, many, (inputs.ctx.length[:, None] + offsets[None])[:, None]).mean(2)
         stretch, alike = jnp.sqrt(jnp.square(turned).sum(-1)), (turned != 0).sum(-1).astype(jnp.float32)
         longer = (length - lengths_of_pairs(mean, turned)) * (stretch / alike)[None]
-        return ahead, jnp.broadcast_to(longer[None], ahead.shape), turned
+        each = lambda x: jnp.broadcast_to(x[None], (len(ahead), *x.shape))
+        return ahead, each(longer), each(turned)
 
 
 @value

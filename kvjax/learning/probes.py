@@ -49,7 +49,8 @@ class QueryCentres:
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H"], Array]:
         q, counts = inputs.raw_q.astype(jnp.float32), (inputs.pos != EMPTY).astype(jnp.float32)
         lengths = lengths_of_pairs(q, turned_together(inputs.rotate, q.shape[-1]))
-        return *(jnp.einsum("bt,bnth->bnh", counts, x) for x in (q, lengths)), counts.sum(-1)
+        total = lambda x: jnp.einsum("bt,bnth->bnh", counts, x)
+        return total(q), total(lengths), counts.sum(-1)
 
 
 def observed(

@@ -229,7 +229,7 @@ class Centred(Score):
         (ahead, longer, turned), k = slots.stats[self.queries], slots.kv.k.astype(jnp.float32)
         (B, K, _, H), among = k.shape, slots.candidates[:, :, None]
         of_heads = lambda x, y: jnp.einsum("bkgh,bksh->bkgs", x.reshape(B, K, -1, H), y)
-        x = of_heads(ahead, k) + of_heads(longer, lengths_of_pairs(k, turned))
+        x = of_heads(ahead, k) + of_heads(longer, lengths_of_pairs(k, turned[0]))
         count = jnp.maximum(among.sum(-1, keepdims=True), 1).astype(jnp.float32)
         x = x - jnp.where(among, x, 0.0).sum(-1, keepdims=True) / count
         deviation = jnp.sqrt(jnp.where(among, jnp.square(x), 0.0).sum(-1, keepdims=True) / count)
