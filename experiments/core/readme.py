@@ -225,6 +225,7 @@ RETRIEVED: Final = (
     "replication.md",
     "smollm2-135m-instruct/replication.md",
     "smollm2-135m-instruct-ada-kv/replication.md",
+    "gemma-3-270m/replication.md",
 )
 LIKELY: Final = ("perplexity/replication.md",)
 """Pages of papers' claims, by retrieval and by likelihood."""
