@@ -129,6 +129,7 @@ METHODS = {
     "criticalkv": lambda b, s: methods.criticalkv(methods.snapkv(b, window=4, kernel=3)),
     "criticalkv_first": lambda b, s: methods.criticalkv(methods.snapkv(b, window=4, kernel=3), first=0.25, eps=0.1),
     "chunkkv": lambda b, s: methods.chunkkv(methods.snapkv(b, window=4, kernel=3), size=3),
+    "entropy_chunkkv": lambda b, s: methods.entropy_chunkkv(methods.snapkv(b, window=4, kernel=3), size=4, rescue=2),
     "simlayerkv": lambda b, s: replace(methods.simlayerkv(0.45, sinks=2, recent=4), budget=b),
     "simlayerkv_lazy": lambda b, s: replace(methods.simlayerkv(0.1, sinks=2, recent=4), budget=b),
     "cake": _plain(methods.cake, window=3, kernel=3),

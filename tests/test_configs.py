@@ -18,7 +18,7 @@ README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "bench_resu
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv
-kvzip kvzap quest duo_attention capkv""".split()
+kvzip kvzap quest duo_attention capkv entropy_chunkkv""".split()
 
 
 def test_all_methods_have_a_config():
@@ -47,7 +47,7 @@ def test_a_config_names_the_options_that_its_method_would_need(name):
     """The method, called with them, is the policy; what labels of sweeps say aside."""
     experiment = configs.find(name)[1]()
     options = eval(f"dict({experiment.options})")
-    if name in ("chunkkv", "criticalkv"):
+    if name in ("chunkkv", "criticalkv", "entropy_chunkkv"):
         first = methods.snapkv(0.5, window=options.pop("window"))
     else:
         first = {"think": 0.25, "simlayerkv": 0.9}.get(name, 0.5)

@@ -37,6 +37,7 @@ from kvjax.methods.votes import cake as cake
 from kvjax.methods.votes import chunkkv as chunkkv
 from kvjax.methods.votes import criticalkv as criticalkv
 from kvjax.methods.votes import defensivekv as defensivekv
+from kvjax.methods.votes import entropy_chunkkv as entropy_chunkkv
 from kvjax.methods.votes import finch as finch
 from kvjax.methods.votes import headkv as headkv
 from kvjax.methods.votes import kvzip as kvzip

@@ -10,7 +10,7 @@ from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Tempera
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Cosine, Count, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.rewrite import Match, Merge, Reference, ReferenceAttention
-from kvjax.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
+from kvjax.decide.select import Chunks, EntropyChunks, LazyOrAll, PerChunk, TopK, TwoStage
 from kvjax.observe import ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Accumulated, Repeated, Votes
@@ -130,6 +130,20 @@ def chunkkv(base: Evict, *, size: Size = 20) -> Evict:
       size: tokens of a chunk.
     """
     return dataclasses.replace(base, select=Chunks(size, base.budget if isinstance(base.budget, float) else None))
+
+
+def entropy_chunkkv(base: Evict, *, size: Size = 10, rescue: Size = 4) -> Evict:
+    """Keeps chunks of text by another policy's score, of uneven ones the best tokens (EntropyGatedChunkKV of kvpress).
+
+    A chunk is uneven if it is among the better half and the entropy of its scores among the lower one. What it does not
+    take buys further chunks, then single tokens: heads keep the same tokens, exactly the budget.
+
+    Args:
+      base: the policy whose score, budget and protected tokens are used, such as `snapkv(512)`.
+      size: tokens of a chunk.
+      rescue: tokens that an uneven chunk keeps; fewer than `size`.
+    """
+    return dataclasses.replace(base, select=EntropyChunks(size, rescue))
 
 
 def finch(budget: Count, *, window: Size = 32, chunk: Size | None = None) -> Evict:
