@@ -121,6 +121,38 @@ class Above:
         return np.where(prompt <= self.shortest, np.maximum(n, prompt), n)
 
 
+@value
+class OfSeen:
+    """A share of all tokens read so far, so that a budget grows while decoding (CompressionRatioDecodingPress).
+
+    There are slots for `most` tokens. It is no less than what must stay; shares of the budget are shares of `most`. It
+    is computed with 32 bits: of texts of millions of tokens it may be a token off.
+
+    Attributes:
+      share: in [0, 1].
+      most: the ceiling, in tokens.
+    """
+
+    share: Proportion
+    most: Size
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        return np.full_like(prompt, self.most, dtype=np.int64)
+
+    def check(self, lengths: Prompts, max_new_tokens: int) -> None:
+        """Refuses prompts with so many new tokens whose share is above the ceiling.
+
+        Raises:
+          ValueError: both numbers.
+        """
+        n = int(np.max(lengths, initial=0))
+        if (need := int(self.share * (n + max_new_tokens) + 1e-9)) > self.most:
+            raise ValueError(
+                f"{self.share} of {n} tokens and room for {max_new_tokens} new ones are {need} tokens, but "
+                f"most={self.most}; give most={need} or more, or plan for fewer new tokens"
+            )
+
+
 def known(n: Count, ctx: Context) -> Int[Array, "B"]:
     """A count in tokens for the sequences of a traced call, looked up by the lengths of their prompts."""
     lengths = np.arange(ctx.width + 1)

@@ -294,6 +294,9 @@ KVPRESS = {
     ),
     "kvpress_key_rerotation": lambda b, s: kvpress.kvpress_key_rerotation(methods.snapkv(b, window=3, kernel=3)),
     "kvpress_decoding": lambda b, s: kvpress.kvpress_decoding(methods.keydiff(b), interval=2),
+    "kvpress_ratio_decoding": lambda b, s: kvpress.kvpress_ratio_decoding(
+        methods.keydiff(1), 1 - b, interval=2, most=200
+    ),
     "kvpress_cam": lambda b, s: kvpress.kvpress_cam(methods.knorm(b), interval=3),
     "kvpress_think": lambda b, s: parts.ZeroChannels(0.5, rows=4),
 }

@@ -8,7 +8,7 @@ StreamingLLMPress `factory.streaming_llm_factory(kept(r))`.
 import dataclasses
 from typing import Annotated, Any
 
-from kvjax.budgets import Combined, Schedule, Share
+from kvjax.budgets import Combined, OfSeen, Schedule, Share
 from kvjax.compose import when
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Policy, Proportion, Size
@@ -179,6 +179,11 @@ def kvpress_key_rerotation(base: Evict) -> Evict:
 def kvpress_decoding(base: Evict, *, interval: Size) -> Policy:
     """DecodingPress around a press: generated text alone is evicted, at every so many steps."""
     return when(Schedule(prefill=False, every=interval), base)
+
+
+def kvpress_ratio_decoding(base: Evict, r: Proportion, *, interval: Size, most: Size) -> Evict:
+    """CompressionRatioDecodingPress around a press: `1 - r` of all tokens so far stay, at most `most` of them."""
+    return dataclasses.replace(base, budget=OfSeen(kept(r).share, most), when=Schedule(prefill=False, every=interval))
 
 
 def kvpress_cam(base: Evict, *, interval: Size) -> Policy:
