@@ -238,6 +238,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "keydiff": of(methods.keydiff),
     "keyformer": of(keyformer),
     "knorm": of(methods.knorm),
+    "kvcompose": of(methods.kvcompose, window=16),
     "kvzap": of(kvzap, function=_FUNCTION, recent=16, sinks=4),
     "kvzip": of(kvzip, given=_tokenizer),
     "lagkv": of(methods.lagkv, lag=32),

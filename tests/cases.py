@@ -133,6 +133,7 @@ METHODS = {
     "simlayerkv": lambda b, s: replace(methods.simlayerkv(0.45, sinks=2, recent=4), budget=b),
     "simlayerkv_lazy": lambda b, s: replace(methods.simlayerkv(0.1, sinks=2, recent=4), budget=b),
     "cake": _plain(methods.cake, window=3, kernel=3),
+    "kvcompose": _plain(methods.kvcompose, window=3),
     "lava": _plain(methods.lava, window=3, kernel=3),
     "defensivekv": _plain(methods.defensivekv, window=3, kernel=3),
     "layer_defensivekv": _plain(methods.layer_defensivekv, window=3, kernel=3, mass=0.8),

@@ -108,6 +108,7 @@ NO_LATENT |= {"kvpress_think": "ZeroChannels writes k; choose a policy that writ
 NO_TWO_SHAPES = dict.fromkeys(
     (
         "cake",
+        "kvcompose",
         "lava",
         "lava_released",
         "layer_defensivekv",

@@ -18,7 +18,7 @@ README = pathlib.Path(configs.__file__).parents[1] / "experiments" / "bench_resu
 WANTED = """full random window dilated_window streaming_llm key_attention h2o scissorhands tova mas roco nacl snapkv
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv
-kvzip kvzap quest duo_attention capkv entropy_chunkkv""".split()
+kvzip kvzap quest duo_attention capkv entropy_chunkkv kvcompose""".split()
 
 
 def test_all_methods_have_a_config():

@@ -156,7 +156,7 @@ class Evict(Policy):
         total = info.num_kv_heads * each
         drop = resolve(self.when.drop, lengths, budget)
         counts = {"budget": budget, "sinks": sinks, "recent": recent, "drop": drop}
-        own = {name: np.minimum(n, MOST).astype(np.int32) for name, n in counts.items()}
+        own: dict[str, np.ndarray] = {name: np.minimum(n, MOST).astype(np.int32) for name, n in counts.items()}
         if isinstance(self.budget, OfSeen):
             self.budget.check(lengths, info.max_new_tokens)
             own["share"] = np.full(len(lengths), self.budget.share, np.float32)

@@ -40,6 +40,7 @@ from kvjax.methods.votes import defensivekv as defensivekv
 from kvjax.methods.votes import entropy_chunkkv as entropy_chunkkv
 from kvjax.methods.votes import finch as finch
 from kvjax.methods.votes import headkv as headkv
+from kvjax.methods.votes import kvcompose as kvcompose
 from kvjax.methods.votes import kvzip as kvzip
 from kvjax.methods.votes import lava as lava
 from kvjax.methods.votes import layer_defensivekv as layer_defensivekv

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from kvjax.budgets import Adaptive, HeadShares, LayerShares, Pyramid
-from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Temperature, by_top_scores
+from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Temperature, by_composites, by_top_scores
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Cosine, Count, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.rewrite import Match, Merge, Reference, ReferenceAttention
@@ -14,8 +14,8 @@ from kvjax.decide.select import Chunks, EntropyChunks, LazyOrAll, PerChunk, TopK
 from kvjax.observe import ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Accumulated, Repeated, Votes
-from kvjax.scores.blends import Pooled, ValueWeighted
-from kvjax.scores.rows import Defensive, Unsteady
+from kvjax.scores.blends import Blend, LayerMean, Pooled, ValueWeighted
+from kvjax.scores.rows import Defensive, Peak, Unsteady
 
 
 def snapkv(budget: Count, *, window: Size = 32, kernel: Odd = 7, pooling: Literal["max", "avg"] = "max") -> Evict:
@@ -246,6 +246,20 @@ def layer_defensivekv(budget: Count, *, window: Size = 32, kernel: Odd = 5, mass
     """
     policy = defensivekv(budget, window=window, kernel=kernel, mass=mass)
     return AcrossLayers(policy, by_top_scores)
+
+
+def kvcompose(budget: Count, *, window: Size = 32) -> AcrossLayers:
+    r"""Lets layers compete by composite tokens, the n-th best of each head as one (KVCompose, arXiv 2509.05165).
+
+    $S_j$ is the mean over query heads of $\max_i p_{ij}$ over the last $w$ rows, plus its mean over kv heads. A
+    composite token scores the mean over heads; no layer gets more than twice the average.
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      window: last rows, which ask and stay.
+    """
+    own = Peak(window)
+    return AcrossLayers(Evict(Blend((own, LayerMean(own)), (1.0, 1.0)), budget, 0, window), by_composites)
 
 
 def kvzip(budget: Count, how: Reread = Reread()) -> Evict:

@@ -8,8 +8,9 @@ StreamingLLMPress `factory.streaming_llm_factory(kept(r))`.
 import dataclasses
 from typing import Annotated, Any
 
-from kvjax.budgets import Combined, OfSeen, Schedule, Share
+from kvjax.budgets import Adaptive, Combined, OfSeen, Schedule, Share
 from kvjax.compose import when
+from kvjax.compose.across import AcrossLayers, by_composites, by_top_scores
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Policy, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
@@ -18,7 +19,7 @@ from kvjax.methods.position import random
 from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Truncated
 from kvjax.methods.released.papers import PROMPT, with_score
 from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast
-from kvjax.methods.votes import finch, simlayerkv, snapkv
+from kvjax.methods.votes import finch, kvcompose, simlayerkv, snapkv
 from kvjax.observe import OfLayer, ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
@@ -85,6 +86,17 @@ def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amou
         raise ValueError(f"recent={recent} tokens less the {rows} voting rows are none; raise recent")
     policy = simlayerkv(threshold, sinks=sinks, recent=recent - rows, rows=rows)
     return dataclasses.replace(policy, select=LazyBefore(threshold, sinks, recent, rows))
+
+
+def kvpress_kvcompose(r: Proportion, *, window: Size, structured: bool = True) -> AcrossLayers:
+    """KVComposePress, asked by the prompt's last `window` rows, beside which `1 - r` of the others stay.
+
+    Without `structured`, kv heads compete, too.
+    """
+    share = Truncated(kept(r).share, Combined("less", (1.0, window)))
+    policy = kvcompose(Combined("sum", (share, window)), window=window)
+    by, heads = (by_composites, None) if structured else (by_top_scores, Adaptive(1.0))
+    return AcrossLayers(dataclasses.replace(policy.policy, heads=heads), by, 1 / (1 - r))
 
 
 # ------------------------------------------------------------------------------------------------ keys
