@@ -12,7 +12,7 @@ from kvjax.budgets import Adaptive, Combined, OfSeen, Schedule, Share
 from kvjax.compose import when
 from kvjax.compose.across import AcrossLayers, by_composites, by_top_scores
 from kvjax.compose.evict import Evict
-from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Policy, Proportion, Size
+from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Policy, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
 from kvjax.methods.keys import chunk_votes, compactor, expected_attention, kvzap
 from kvjax.methods.position import random
@@ -20,12 +20,13 @@ from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Tru
 from kvjax.methods.released.papers import PROMPT, with_score
 from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast
 from kvjax.methods.votes import finch, kvcompose, simlayerkv, snapkv
-from kvjax.observe import OfLayer, ProjectedValueNorm
+from kvjax.observe import Hidden, OfLayer, ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import LayerMean
 from kvjax.scores.keys import Leverage
+from kvjax.scores.learned import Predicted
 
 
 def kept(r: Proportion) -> Truncated:
@@ -145,6 +146,17 @@ def kvpress_compactor(
 def kvpress_kvzap(r: Proportion, function: OfLayer) -> Evict:
     """KVzapPress: the prompt alone is evicted."""
     return dataclasses.replace(kvzap(kept(r), function, recent=0), when=PROMPT)
+
+
+def kvpress_fastkvzip(
+    r: Proportion, gates: OfLayer, *, sinks: Amount = 4, recent: Count = Truncated(0.02), layerwise: bool = False
+) -> Policy:
+    """FastKVzipPress by gates such as `learned.SinkGates(numpy.load(file))`; of 32,000 tokens or more `recent` is 4096.
+
+    Kv heads of all layers compete, with `layerwise` those of a layer.
+    """
+    policy = Evict(Predicted(Hidden(gates)), kept(r), sinks, recent, heads=Adaptive(1.0), layout=Layout(pool=True))
+    return policy if layerwise else AcrossLayers(policy, by_top_scores, 1 / (1 - r))
 
 
 # ------------------------------------------------------------------------------------------------ positions
