@@ -33,6 +33,18 @@ def chunkkv(budget: Count, *, window: int = 32, size: int = 20) -> Policy:
     return methods.chunkkv(methods.snapkv(budget, window=window), size=size)
 
 
+def entropy_chunkkv(budget: Count, *, window: int = 32, size: int = 10, rescue: int = 4) -> Policy:
+    """Keeps chunks of text by SnapKV's score, of uneven ones the best tokens (EntropyGatedChunkKV of kvpress).
+
+    Args:
+      budget: live tokens a kv head and layer.
+      window: the prompt's last rows, which vote and stay.
+      size: tokens of a chunk.
+      rescue: tokens that an uneven chunk keeps.
+    """
+    return methods.entropy_chunkkv(methods.snapkv(budget, window=window), size=size, rescue=rescue)
+
+
 def criticalkv(budget: Count, *, window: int = 32, first: float = 0.5, eps: float = 1e-4) -> Policy:
     """Corrects SnapKV's choice by what values add to the layer's output (CriticalKV, arXiv 2502.03805).
 
@@ -242,6 +254,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
         sinks=16,
         recent=48,
     ),
+    "entropy_chunkkv": of(entropy_chunkkv, window=16),
     "expected_attention": of(expected_attention, queries=_QUERIES),
     "fastgen": of(methods.fastgen, over="recovery", values=(0.98, 0.95, 0.9), form="T={}", given=_token_classes),
     "finch": of(methods.finch, window=16),
@@ -252,6 +265,7 @@ CONFIGS: dict[str, Callable[..., Experiment]] = {
     "keydiff": of(methods.keydiff),
     "keyformer": of(keyformer),
     "knorm": of(methods.knorm),
+    "kvcompose": of(methods.kvcompose, window=16),
     "kvzap": of(kvzap, function=_FUNCTION, recent=16, sinks=4),
     "kvzip": of(kvzip, given=_tokenizer),
     "lagkv": of(methods.lagkv, lag=32),

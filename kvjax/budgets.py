@@ -4,7 +4,7 @@ Counts and layers are resolved on the host; heads are divided in traced code, by
 """
 
 from types import ModuleType
-from typing import Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +30,8 @@ from kvjax.contract import (
     resolve,
     value,
 )
+from kvjax.pallas_kernels import kinds
+from kvjax.pallas_kernels.kinds import numbers
 
 X = TypeVar("X", Array, np.ndarray)
 LONGEST = 2**24  # tokens; a prompt of this length stands for prompts of any length
@@ -119,6 +121,38 @@ class Above:
     def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
         n = resolve(self.count, prompt, budget)
         return np.where(prompt <= self.shortest, np.maximum(n, prompt), n)
+
+
+@value
+class OfSeen:
+    """A share of all tokens read so far, so that a budget grows while decoding (CompressionRatioDecodingPress).
+
+    There are slots for `most` tokens. It is no less than what must stay; shares of the budget are shares of `most`. It
+    is computed with 32 bits: of texts of millions of tokens it may be a token off.
+
+    Attributes:
+      share: in [0, 1].
+      most: the ceiling, in tokens.
+    """
+
+    share: Proportion
+    most: Size
+
+    def __call__(self, prompt: Prompts, budget: Prompts | None) -> Prompts:
+        return np.full_like(prompt, self.most, dtype=np.int64)
+
+    def check(self, lengths: Prompts, max_new_tokens: int) -> None:
+        """Refuses prompts with so many new tokens whose share is above the ceiling.
+
+        Raises:
+          ValueError: both numbers.
+        """
+        n = int(np.max(lengths, initial=0))
+        if (need := int(self.share * (n + max_new_tokens) + 1e-9)) > self.most:
+            raise ValueError(
+                f"{self.share} of {n} tokens and room for {max_new_tokens} new ones are {need} tokens, but "
+                f"most={self.most}; give most={need} or more, or plan for fewer new tokens"
+            )
 
 
 def known(n: Count, ctx: Context) -> Int[Array, "B"]:
@@ -303,6 +337,21 @@ class HeadShares(Heads):
         return apportion(mean * ratios, limit, jnp, least=least)
 
 
+def head_curves(table: Annotated[Any, numbers("R", "L", "K")], r: Proportion) -> dict[str, Any]:
+    """The fields `budget`, `layers` and `heads` of an `Evict` from a table of what heads lose (LU-KV).
+
+    As in `dataclasses.replace(policy, **head_curves(numpy.load(file), 0.5))`; arXiv 2602.08585. Shares are of what is
+    left beside the tokens that stay in any case.
+
+    Args:
+      table: the share of its tokens that each kv head of each layer loses, for the ratios 0.01, 0.02 and so on.
+      r: the share of all tokens that go; the nearest of these ratios counts, or 0.
+    """
+    stay = 1 - np.clip(np.pad(table, ((1, 0), (0, 0), (0, 0)))[min(round(100 * r), len(table))], 0, 1)
+    layers, heads = LayerShares(tuple(stay.mean(1).tolist())), HeadShares(tuple(map(tuple, stay.tolist())))
+    return {"budget": float(stay.mean()), "layers": layers, "heads": heads}
+
+
 def _ceil(x: np.ndarray) -> Prompts:
     return np.ceil(x - 1e-9).astype(np.int64)
 
@@ -393,3 +442,5 @@ class Schedule:
 
 
 STEP = Schedule(every=1)
+
+kinds.doors(__name__, "head_curves")

@@ -20,6 +20,7 @@ from kvjax.contract import Layout
 from kvjax.decide.select import Pages
 from kvjax.methods.released import counts, easykv, factory, kvpress, papers, parts
 from kvjax.scores.attention import Accumulated, Faded
+from kvjax.scores.learned import SinkGates
 from kvjax.scores.softmax import SeesAll
 
 
@@ -52,6 +53,19 @@ class Sizes:
         """A score of hidden states."""
         out, bias = jnp.asarray(self.normal(4, self.L, self.D, self.K)), jnp.asarray(self.normal(5, self.L, self.K))
         return lambda x, layer: x @ out[layer] + bias[layer][None, None]
+
+    @functools.cached_property
+    def gates(self) -> SinkGates:
+        """Gates with 2 sinks of 3 channels."""
+        K, G, S, d = self.K, self.N // self.K, 2, 3
+        shapes = {"q_proj.weight": (K * G * d, self.D), "q_proj.bias": (K * G * d,), "k_proj.weight": (K * d, self.D)}
+        shapes |= {"q_norm.weight": (d,), "k_norm.weight": (d,), "k_base": (K, 1, S, d), "b": (K, 1, G)}
+        return SinkGates({n: self.normal(10 + i, self.L, *x) for i, (n, x) in enumerate(shapes.items())})
+
+    @property
+    def curves(self) -> np.ndarray:
+        """What heads lose, "99 L K"."""
+        return np.linspace(0.01, 0.99, 99)[:, None, None] ** self.shares(self.K)
 
     def labels(self, first: str, then: str) -> list[str]:
         """Of layers in turn."""
@@ -141,9 +155,11 @@ METHODS = {
     "criticalkv": lambda b, s: methods.criticalkv(methods.snapkv(b, window=4, kernel=3)),
     "criticalkv_first": lambda b, s: methods.criticalkv(methods.snapkv(b, window=4, kernel=3), first=0.25, eps=0.1),
     "chunkkv": lambda b, s: methods.chunkkv(methods.snapkv(b, window=4, kernel=3), size=3),
+    "entropy_chunkkv": lambda b, s: methods.entropy_chunkkv(methods.snapkv(b, window=4, kernel=3), size=4, rescue=2),
     "simlayerkv": lambda b, s: replace(methods.simlayerkv(0.45, sinks=2, recent=4), budget=b),
     "simlayerkv_lazy": lambda b, s: replace(methods.simlayerkv(0.1, sinks=2, recent=4), budget=b),
     "cake": _plain(methods.cake, window=3, kernel=3),
+    "kvcompose": _plain(methods.kvcompose, window=3),
     "lava": _plain(methods.lava, window=3, kernel=3),
     "defensivekv": _plain(methods.defensivekv, window=3, kernel=3),
     "layer_defensivekv": _plain(methods.layer_defensivekv, window=3, kernel=3, mass=0.8),
@@ -299,6 +315,8 @@ KVPRESS = {
         methods.snapkv(1000, window=4, kernel=5, pooling="avg"), 0.02, recent=4
     ),
     "kvpress_kvzap": lambda b, s: kvpress.kvpress_kvzap(1 - b, s.hidden),
+    "kvpress_fastkvzip": lambda b, s: kvpress.kvpress_fastkvzip(1 - b, s.gates, sinks=2),
+    "kvpress_fastkvzip_layerwise": lambda b, s: kvpress.kvpress_fastkvzip(1 - b, s.gates, sinks=2, layerwise=True),
     "kvpress_simlayerkv": lambda b, s: kvpress.kvpress_simlayerkv(0.1, sinks=2, recent=9, rows=3),
     "kvpress_simlayerkv_all": lambda b, s: kvpress.kvpress_simlayerkv(0.6, sinks=2, recent=9, rows=3),
     "kvpress_finch": lambda b, s: kvpress.kvpress_finch(1 - b, window=4),
@@ -307,6 +325,9 @@ KVPRESS = {
     ),
     "kvpress_key_rerotation": lambda b, s: kvpress.kvpress_key_rerotation(methods.snapkv(b, window=3, kernel=3)),
     "kvpress_decoding": lambda b, s: kvpress.kvpress_decoding(methods.keydiff(b), interval=2),
+    "kvpress_ratio_decoding": lambda b, s: kvpress.kvpress_ratio_decoding(
+        methods.keydiff(1), 1 - b, interval=2, most=200
+    ),
     "kvpress_cam": lambda b, s: kvpress.kvpress_cam(methods.knorm(b), interval=3),
     "kvpress_think": lambda b, s: parts.ZeroChannels(0.5, rows=4),
 }
@@ -341,6 +362,7 @@ COMPOSITIONS = {
     "head_table": lambda b, s: replace(
         methods.h2o(b, recent=2), heads=budgets.HeadShares(tuple(map(tuple, s.shares(s.K).tolist())))
     ),
+    "head_curves": lambda b, s: replace(methods.knorm(1), sinks=2, **budgets.head_curves(s.curves, 1 - b)),
     "count_above": lambda b, s: kvjax.Evict(Accumulated(observe.Rows(element="above")), b, recent=2, when=STEP),
     "from_fn": lambda b, s: kvjax.from_fn(_first_channel, b, when=STEP),
     "from_fn_observing": lambda b, s: kvjax.from_fn(_attended, b, observe=(observe.Rows(),)),
@@ -387,6 +409,7 @@ BY_LAYER = {
     *("pyramidkv", "ada_pyramid", "headkv", "q_filters", "kvzap", "kvzap_threshold", "quest", "duo_attention"),
     *("duo_attention_threshold", "knorm_factory", "pyramidkv_factory", "pyramidkv_adakv", "pyramidkv_kvpress"),
     *("ada_skip", "ada_pyramid_adakv", "headkv_factory", "expected_attention_stats", "quest_by_query_head"),
+    *("kvpress_fastkvzip", "kvpress_fastkvzip_layerwise", "head_curves"),
     *("kvpress_pyramidkv", "kvpress_kvzap", "h2o_pyramid", "layer_table", "head_table", "partition"),
     *("partition_heads", "partition_heads_dense", "chain_of_partitions"),
 }

@@ -129,7 +129,7 @@ def check_prompts(policy, cases, check):
       cases: what one policy reads as one batch.
       check: what the table says.
     """
-    lengths = [case["tokens"] for case in cases]
+    lengths = [case["tokens"] + case.get("more", 0) for case in cases]  # the last of which ask
     layers, scores = tensors.evicted(policy, padded(cases), lengths=lengths, key=jax.random.key(0), rotate=ROPE)
     for layer, (kv, score) in enumerate(zip(layers, scores, strict=True)):
         live = tensors.live_positions(kv)
@@ -139,7 +139,9 @@ def check_prompts(policy, cases, check):
             for head in range(heads):
                 here = head * len(live[i]) // heads
                 own = None if score is None else score[i, here, begin:]
-                compare(live[i][here], theirs[head * len(theirs) // heads], check, own)
+                compare(
+                    [x for x in live[i][here] if x < case["tokens"]], theirs[head * len(theirs) // heads], check, own
+                )
 
 
 def compare(ours, theirs, check, score=None):

@@ -87,7 +87,7 @@ BY_HEAD = {
     *("nacl_given", "nacl_begin", "nacl_from_all", "nacl_uniform", "nacl_normalised", "nacl_headbug", "nacl_grouped"),
     *("nacl_llama3", "compactor", "q_filters", "kvzap", "kvzap_threshold", "kvpress_kvzap", "headkv"),
     *("headkv_factory", "duo_attention", "duo_attention_threshold", "expected_attention_stats", "head_table"),
-    *("partition_heads", "partition_heads_dense"),
+    *("partition_heads", "partition_heads_dense", "head_curves", "kvpress_fastkvzip", "kvpress_fastkvzip_layerwise"),
 }
 
 # Rows that have no budget of tokens.
@@ -115,9 +115,11 @@ NO_LATENT |= {"kvpress_think": "ZeroChannels writes k; choose a policy that writ
 NO_TWO_SHAPES = dict.fromkeys(
     (
         "cake",
+        "kvcompose",
         "lava",
         "lava_released",
         "layer_defensivekv",
+        "kvpress_fastkvzip",
         "nacl_global",
         "shared_layers",
         "shared_layers_snapkv",
@@ -127,8 +129,12 @@ NO_TWO_SHAPES = dict.fromkeys(
     ),
     "decides for all layers at once",
 )
-NO_TWO_SHAPES |= dict.fromkeys(("kvzap", "kvzap_threshold", "kvpress_kvzap"), "fit a function to this model")
-NO_TWO_SHAPES |= dict.fromkeys(("headkv", "head_table"), "HeadShares has 2 rows of 2 weights, but the model has")
+NO_TWO_SHAPES |= dict.fromkeys(
+    ("kvzap", "kvzap_threshold", "kvpress_kvzap", "kvpress_fastkvzip_layerwise"), "fit a function to this model"
+)
+NO_TWO_SHAPES |= dict.fromkeys(
+    ("headkv", "head_table", "head_curves"), "HeadShares has 2 rows of 2 weights, but the model has"
+)
 NO_TWO_SHAPES |= dict.fromkeys(
     ("duo_attention", "duo_attention_threshold", "partition_heads", "partition_heads_dense"), "give one label a head"
 )

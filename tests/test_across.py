@@ -70,6 +70,25 @@ def test_one_top_k_over_all_layers_and_heads():
     assert len(set(totals.tolist())) > 1
 
 
+def test_layers_share_one_budget_by_composite_tokens():
+    """By a loop over ranks; the first layer has as much as any, and a token of it stays in every layer."""
+    policy = dataclasses.replace(methods.kvcompose(10, window=W), max_ratio=3.0)
+    live, score, competes = decided(policy)
+    for row in range(2):
+        heads = [
+            [np.sort(head[among])[::-1] for head, among in zip(x, competes[row], strict=True)] for x in score[:, row]
+        ]
+        composites = np.array(heads).mean(1)
+        composites[0] = composites.max(0)
+        composites[:, 0] = np.inf
+        best = np.argsort(-composites.ravel(), kind="stable")[: L * (10 - W)]
+        counts = np.bincount(best // composites.shape[1], minlength=L)
+        for layer, each in enumerate(live[:, row]):
+            for head in range(K):
+                kept = np.argsort(-np.where(competes[row, head], score[layer, row, head], -np.inf))[: counts[layer]]
+                assert {*np.flatnonzero(each[head][: T - W])} == {*kept}
+
+
 @pytest.mark.slow
 def test_a_layer_gets_no_more_than_it_has_slots_for():
     """What it would have had goes to the next best of the others."""

@@ -12,9 +12,24 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.budgets import Above, Combined, Even, HeadShares, LayerShares, Of, Pyramid, Share, Times, apportion
+from kvjax.budgets import (
+    Above,
+    Combined,
+    Even,
+    HeadShares,
+    LayerShares,
+    Of,
+    OfSeen,
+    Pyramid,
+    Schedule,
+    Share,
+    Times,
+    apportion,
+)
 from kvjax.contract import LayerInfo, Slots, resolve
+from kvjax.scores.attention import Recency
 from kvjax.storage import Layer
+from tests import tensors
 from tests.by_hand import moment
 
 traced_apportion = jax.jit(functools.partial(apportion, xp=jnp))
@@ -145,6 +160,7 @@ def test_a_table_within_what_exists():
             lambda: LayerShares((1.0, 2.0))(*(np.array([4]),) * 2, 3, np.array([0])),
             "2 weights for 3 layers; give one a",
         ),
+        (lambda: methods.snapkv(OfSeen(0.5, 8)), "grows while decoding, in all layers and heads alike, but Schedule"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -162,3 +178,22 @@ def test_counts():
     assert of(Combined("sum", (Share(0.5), 4))) == [6, 29, 254]
     assert of(Combined("least", (10, Share(0.5)))) == [2, 10, 10]
     assert of(Above(7, 10)) == [10, 7, 7]
+
+
+SEEN = kvjax.Evict(Recency(), OfSeen(0.4, 9), 2, when=Schedule(every=3))
+
+
+def test_a_share_of_all_tokens_so_far_grows_while_decoding():
+    """Of 10 tokens 4, of 13 tokens 5 and so on; of 3 as many as must stay; in slots for 9 and 3 between evictions."""
+    seen = tensors.replay(SEEN, [dict(zip("qkv", tensors.qkv(1, T=24, B=2), strict=True))], 11, lengths=[10, 2])
+    counts = lambda row: [len(step[row][0]) for step in seen.live]
+    steps = range(len(seen.live))
+    held = lambda n, least: [max(math.floor(0.4 * (n + i - i % 3)), least) + i % 3 for i in steps]
+    assert counts(0) == held(10, 3)
+    assert counts(1)[3:] == held(2, 3)[3:]
+
+
+def test_a_share_of_more_tokens_than_the_ceiling_holds_is_refused(shallow):
+    words = r"0.4 of 17 tokens and room for 8 new ones are 10 tokens, but most=9; give most=10 or more, or plan for"
+    with pytest.raises(ValueError, match=words):
+        kvjax.prefill(*shallow, np.arange(17)[None], policy=SEEN, max_new_tokens=8)

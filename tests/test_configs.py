@@ -20,7 +20,7 @@ WANTED = """full random window dilated_window streaming_llm key_attention h2o sc
 pyramidkv ada_snapkv ada_pyramid ahakv keyformer fastgen knorm keydiff expected_attention lagkv criticalkv chunkkv
 think aqas curdkv q_filters r_kv compactor defensivekv layer_defensivekv cake lava finch simlayerkv headkv
 kvzip kvzap quest duo_attention capkv random_attention
-dropkv vase lazy_eviction triattention""".split()
+dropkv vase lazy_eviction triattention entropy_chunkkv kvcompose""".split()
 
 
 def test_all_methods_have_a_config():
@@ -51,7 +51,7 @@ def test_a_config_names_the_options_that_its_method_would_need(name):
     options = eval(f"dict({experiment.options})")
     if name == "random_attention":
         first = Combined("sum", (1.0, 0.5))
-    elif name in ("chunkkv", "criticalkv"):
+    elif name in ("chunkkv", "criticalkv", "entropy_chunkkv"):
         first = methods.snapkv(0.5, window=options.pop("window"))
     else:
         first = {"think": 0.25, "simlayerkv": 0.9}.get(name, 0.5)

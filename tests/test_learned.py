@@ -23,8 +23,9 @@ from kvjax.observe import Reread, votes
 from kvjax.pallas_kernels import Logits
 from kvjax.run.state import Prompts
 from kvjax.run.steps import decode_step, prefill
-from kvjax.scores.learned import FrozenArrays, HiddenHeads, Learned, apply_heads
+from kvjax.scores.learned import FrozenArrays, HiddenHeads, Learned, SinkGates, apply_heads
 from tests.float64 import VOCAB, G, K, L, Wide, central, relative
+from tests.kept import SIZES
 from tests.tensors import live_positions, qkv
 
 pytestmark = pytest.mark.usefixtures("as_users_run_it")
@@ -78,6 +79,25 @@ def test_kvzap_keeps_what_its_function_says(threshold):
         score = (hidden[row, T - n :] @ zap.weights["out"][1] + zap.weights["out_bias"][1])[:, head]
         free = [i for i in np.argsort(score[: n - 2])[::-1] if threshold is None or score[i] >= threshold]
         assert live_positions(kv)[row][head] == sorted([*free[:5], n - 2, n - 1])
+
+
+def test_a_gate_weighs_its_token_against_sinks():
+    """By the formula of the paper, in 64 bits; gates of other shapes are refused."""
+    gates, hidden = SIZES.gates, np.random.default_rng(1).normal(size=(2, 5, SIZES.D))
+    w = {name: np.asarray(x[1], np.float64) for name, x in gates.weights.items()}
+    heads = lambda x, name: x / np.sqrt((x**2).mean() + 1e-6) * w[name]
+    found = gates(jnp.asarray(hidden, jnp.float32), 1)
+    for b, t, head in np.ndindex(found.shape):
+        x, each = hidden[b, t], []
+        k = heads((w["k_proj.weight"] @ x).reshape(SIZES.K, 3)[head], "k_norm.weight")
+        for g, raw in enumerate((w["q_proj.weight"] @ x + w["q_proj.bias"]).reshape(SIZES.K, -1, 3)[head]):
+            q = heads(raw, "q_norm.weight")
+            own = q @ k / math.sqrt(3) + w["b"][head, 0, g]
+            each.append(1 / (1 + sum(math.exp(q @ sink / math.sqrt(3) - own) for sink in w["k_base"][head, 0])))
+        assert float(found[b, t, head]) == pytest.approx(np.mean(each), rel=1e-5)
+    words = r"'q_norm.weight': \(3, 4\).* these go together: .*'q_norm.weight': \(3, 3\)"
+    with pytest.raises(ValueError, match=words):
+        SinkGates({**gates.weights, "q_norm.weight": np.ones((3, 4), "f")})
 
 
 @pytest.mark.slow

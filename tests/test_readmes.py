@@ -121,7 +121,9 @@ def beside_others():
 
 
 def claims_in_short():
-    yield "{1} of {0} tries on three models hold, three of these among them, and {2} are not so here".format(*readme.claims(readme.LIKELY))
+    yield "{1} of {0} tries on three models hold, three of these among them, and {2} are not so here".format(
+        *readme.claims(readme.LIKELY)
+    )
 
 
 def lengths():

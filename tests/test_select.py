@@ -116,6 +116,31 @@ def test_chunks_are_of_the_prompt():
         tensors.replay(methods.chunkkv(methods.h2o(8), size=4), TENSORS, T - 1)
 
 
+UNEVEN = jnp.asarray([9, 0, 0, 0, 2, 2, 2, 2, 1, 1, 1, 0, 0.5, 0.1])  # entropies of chunks of 4: 0, 1, 0.79, 0.65
+uneven = lambda kv, stats, ctx: UNEVEN[jnp.clip(kv.pos, 0, 13)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "recent", "wanted"),
+    slow_but(
+        [
+            (7, 0, [0, 4, 5, 6, 7, 9, 10]),
+            (12, 0, [0, *range(3, 14)]),  # what is left goes to one of the equal rest
+            (5, 2, [0, 6, 7, 12, 13]),  # the window is the best chunk
+        ],
+        (7, 0, [0, 4, 5, 6, 7, 9, 10]),
+    ),
+)
+def test_a_good_chunk_of_uneven_scores_keeps_its_best_token(budget, recent, wanted):
+    base = kvjax.from_fn(uneven, budget, recent=recent)
+    assert kept(methods.entropy_chunkkv(base, size=4, rescue=1), 14) == [wanted] * 2
+
+
+def test_a_chunk_is_not_rescued_whole():
+    with pytest.raises(ValueError, match="rescue=4 tokens of a chunk of size=4 are all of it; give rescue less than"):
+        methods.entropy_chunkkv(methods.knorm(8), size=4)
+
+
 @pytest.mark.parametrize(
     "policy",
     [

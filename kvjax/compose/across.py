@@ -1,6 +1,7 @@
 """What is decided for all layers, when all of them have been read: one decision, or the division of one budget."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -145,6 +146,30 @@ def by_top_scores(layers: Sequence[Competitor]) -> list[Int[Array, "B K"]]:
     return [x.reshape(B, K, -1).sum(-1) for x in jnp.split(chosen, np.cumsum(sizes)[:-1], -1)]
 
 
+def by_composites(layers: Sequence[Competitor]) -> list[Int[Array, "B 1"]]:
+    """The tokens that the heads of every layer get by one top-k of composite tokens (KVCompose, arXiv 2509.05165).
+
+    The n-th composite token of a layer is the n-th best of each of its kv heads, and scores their mean; the first layer
+    has the best n-th score of all layers, so that none gets more.
+    """
+    ranks = max(layer.score.shape[2] for layer in layers)
+    scores = []
+    for layer in layers:
+        score = jnp.where(layer.slots.candidates, layer.score, -jnp.inf)
+        mean = -jnp.sort(-score, -1).mean(1)
+        scores.append(jnp.pad(mean, ((0, 0), (0, ranks - mean.shape[1])), constant_values=-jnp.inf))
+    exist = jnp.stack(scores, 1) > -jnp.inf  # where all heads have so many
+    each = jnp.stack([functools.reduce(jnp.maximum, scores), *scores[1:]], 1)
+    rank, of = jnp.arange(ranks)[None, None], lambda name: jnp.stack([getattr(x, name) for x in layers], 1)[..., None]
+    each = jnp.where(exist & (rank < of("most")), jnp.where(rank < of("least"), jnp.inf, each), -jnp.inf)
+    flat = each.reshape(len(each), -1)
+    chosen = _first(flat, jnp.zeros_like(flat, jnp.int32), of("average").sum((1, 2))) & (flat > -jnp.inf)
+    return list(jnp.moveaxis(chosen.reshape(each.shape).sum(-1)[..., None], 1, 0))
+
+
+_DIVISIONS = by_top_scores, by_composites
+
+
 def _first(score: Float[Array, "B X"], age: Int[Array, "B X"], n: Int[Array, "B"]) -> Bool[Array, "B X"]:
     """The `n` largest of a row, of equals the newest, then the one that comes first."""
     index = jnp.broadcast_to(-jnp.arange(score.shape[1]), score.shape)
@@ -152,8 +177,10 @@ def _first(score: Float[Array, "B X"], age: Int[Array, "B X"], n: Int[Array, "B"
     return rank < n[:, None]
 
 
-_weighs = lambda x: callable(x) and not isinstance(x, type) and (hasattr(x, "observe") or x is by_top_scores)
-Weigher = Annotated[Any, Kind("a weight of a layer, such as ScoreEntropy(), or by_top_scores", _weighs)]
+_weighs = lambda x: callable(x) and not isinstance(x, type) and (hasattr(x, "observe") or x in _DIVISIONS)
+Weigher = Annotated[
+    Any, Kind("a weight of a layer, such as ScoreEntropy(), or by_top_scores or by_composites", _weighs)
+]
 
 
 class _Joint(Policy):
@@ -257,7 +284,7 @@ class AcrossLayers(_Joint):
 
     Attributes:
       policy: what is kept.
-      by: how layers compete: a weight of a layer, or `by_top_scores`.
+      by: how layers compete: a weight of a layer, `by_top_scores` or `by_composites`.
       max_ratio: no layer gets more than so many times the average.
     """
 
@@ -271,7 +298,7 @@ class AcrossLayers(_Joint):
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         """Observations of the policy, and those that weights of layers are computed from."""
-        more = self.by.observe() if phase == "prefill" and self.by is not by_top_scores else ()
+        more = self.by.observe() if phase == "prefill" and self.by not in _DIVISIONS else ()
         return unique((*self.policy.observe(phase), *more))
 
     def sizes(self, info: LayerInfo, lengths: Int[np.ndarray, "M"]) -> Sizes:
@@ -299,7 +326,7 @@ class AcrossLayers(_Joint):
             average, most = own.budget - outside, jnp.maximum(own.budget, largest.budget) - outside
             least = jnp.maximum(least - outside, (outside == 0).astype(jnp.int32))  # no layer is left without a token
             found.append(Competitor(slots, score, average, most, jnp.minimum(least, average)))
-        divided = by_top_scores(found) if self.by is by_top_scores else by_weight(self.by, evict.heads, found)
+        divided = self.by(found) if self.by in _DIVISIONS else by_weight(self.by, evict.heads, found)
         decisions = [x[0] for x in map(evict.choose, layers, stats, mine, divided)]
         return tuple(map(apply_decision, layers, decisions))
 
@@ -321,7 +348,8 @@ def across_layers(policy: Evict, by: Weigher, *, max_ratio: Ratio = 2.0) -> Poli
 
     Args:
       policy: an `Evict` that evicts after the prompt, and not while decoding.
-      by: `ScoreEntropy()`, `Preference()` or another weight of a layer; or `by_top_scores`, one top-k over all layers.
+      by: `ScoreEntropy()`, `Preference()` or another weight of a layer; or `by_top_scores` or `by_composites`, one
+        top-k over all layers.
       max_ratio: no layer gets more than so many times the average.
 
     Raises:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from kvjax.budgets import LONGEST, Even, Schedule
+from kvjax.budgets import LONGEST, Even, OfSeen, Schedule
 from kvjax.contract import (
     MOST,
     AttentionInputs,
@@ -100,6 +100,12 @@ class Evict(Policy):
         if not callable(self.budget) and self.budget <= 0:
             what = "of the prompt" if isinstance(self.budget, float) else "tokens"
             raise ValueError(f"a budget of {self.budget} {what} is none; attention needs at least 1 token")
+        if isinstance(self.budget, OfSeen) and not (self.when.decodes and self.heads is None and self.layers == Even()):
+            raise ValueError(
+                f"{self.budget} grows while decoding, in all layers and heads alike, but {self.when} is given with "
+                f"layers={self.layers} and heads={self.heads}; give a schedule that evicts while decoding, such as "
+                "Schedule(every=16), layers=Even() and heads=None"
+            )
         if self.when.decodes and (part := _of_prompts(self.score)):
             raise ValueError(
                 f"{type(part).__name__} ranks by what it observes of prompts alone, but {self.when} evicts while "
@@ -151,7 +157,10 @@ class Evict(Policy):
         total = info.num_kv_heads * each
         drop = resolve(self.when.drop, lengths, budget)
         counts = {"budget": budget, "sinks": sinks, "recent": recent, "drop": drop}
-        own = {name: np.minimum(n, MOST).astype(np.int32) for name, n in counts.items()}
+        own: dict[str, np.ndarray] = {name: np.minimum(n, MOST).astype(np.int32) for name, n in counts.items()}
+        if isinstance(self.budget, OfSeen):
+            self.budget.check(lengths, info.max_new_tokens)
+            own["share"] = np.full(len(lengths), self.budget.share, np.float32)
         return Sizes(head, total, of_parts(self, lambda part: part.hparams(info, lengths, budget), **own))
 
     def _counts(self, info: LayerInfo, lengths: Prompts) -> tuple[Prompts, Prompts, Prompts]:
@@ -229,6 +238,17 @@ class Evict(Policy):
             score = jnp.where(kv.pos > (ctx.length - int(entering) - ctx.window)[:, None, None], score, -LARGE)
         return slots, lax.stop_gradient(score), unscored
 
+    def _now(self, ctx: Context) -> Context:
+        """The moment with the budget of the tokens read so far, where it grows."""
+        own = vars(ctx.hparams)
+        if "share" not in own:
+            return ctx
+        read = jnp.maximum(ctx.length, ctx.prompt_length).astype(jnp.float32)
+        share = jnp.floor(read * own["share"] * (1 + 4e-7) + 1e-6).astype(jnp.int32)
+        least = own["sinks"] + jnp.maximum(own["recent"], 1)
+        budget = jnp.minimum(jnp.maximum(share, least), own["budget"])
+        return dataclasses.replace(ctx, hparams=Tree(**{**own, "budget": budget}))
+
     def outside(self, ctx: Context) -> Int[Array, "B"]:
         """Tokens that each head keeps in any case."""
         hparams = ctx.hparams
@@ -299,7 +319,7 @@ class Evict(Policy):
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         if ctx.phase == "decode" and not self.when.decodes:
             return kv
-        kv = self.update_memory(kv, stats, ctx)
+        kv, ctx = self.update_memory(kv, stats, ctx), self._now(ctx)
         if ctx.phase == "decode":
             return kv if self.when.before else self._after_step(kv, stats, ctx)
         return self._evicted(kv, stats, ctx) if self.when.prefill else kv
@@ -352,7 +372,7 @@ class Evict(Policy):
         return kv.num_live >= self._budgets(kv, ctx) + (self.when.over or 0)
 
     def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
-        return self._evicted(kv, Stats(), ctx) if self.when.before and ctx.phase == "decode" else kv
+        return self._evicted(kv, Stats(), self._now(ctx)) if self.when.before and ctx.phase == "decode" else kv
 
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         return None if self.mask is None or inputs.q.shape[2] > 1 else Reads(self.mask(kv, inputs, ctx))

@@ -4,6 +4,7 @@ Scores have no gradient here, and are computed once: XLA may compute a float twi
 number taken from a score and compared with the same score may lose a token. A barrier stands before each comparison.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -196,8 +197,7 @@ class Chunks(Select):
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, ctx, safe = slots.kv, slots.ctx, slots.protected
-        if ctx.phase == "decode":
-            raise ValueError("chunks are of the prompt; use Schedule(), which does not evict while decoding")
+        _refuse_decode(slots)
         num = -(-ctx.width // self.size)  # no prompt has more chunks
         chunk = jnp.where(kv.live, kv.pos // self.size, num)
         by_chunk = lambda x: segment_sum(x, chunk, num)
@@ -217,6 +217,76 @@ class Chunks(Select):
         kept = rank < jnp.where(live <= budget, exist, jnp.minimum(wanted, fits))[:, None]
         kept = jnp.broadcast_to((kept & (tokens.sum(1) > 0))[:, None], tokens.shape)
         return kv.live & (safe | jnp.take_along_axis(kept, jnp.minimum(chunk, num - 1), -1))
+
+
+class EntropyChunks(Select):
+    """Chunks of neighbouring tokens, the same in all kv heads, of which good but uneven ones keep their best tokens.
+
+    EntropyGatedChunkKVPress of kvpress 0.5.5. Chunks go by the mean of scores that are summed over heads, the best
+    first, until the budget is used up. One whose mean is the median or more, and the entropy of whose scores, divided
+    by the logarithm of its size, is below the median, keeps `rescue` tokens alone. Of an even number the median is the
+    lower one. What then is left of the budget goes to the best of the other tokens. What is protected stays, and counts
+    as the layer's best score. Chunks are of the prompt: this does not evict while decoding.
+
+    Attributes:
+      size: tokens of a chunk.
+      rescue: how many tokens an uneven chunk keeps; fewer than `size`.
+
+    Raises:
+      ValueError: `rescue` is no less than `size`.
+    """
+
+    size: Size = 10
+    rescue: Size = 4
+
+    def __post_init__(self):
+        if self.rescue >= self.size:
+            raise ValueError(
+                f"rescue={self.rescue} tokens of a chunk of size={self.size} are all of it; give rescue less than size"
+            )
+
+    def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
+        kv, width, size = slots.kv, slots.ctx.width, min(self.size, slots.ctx.width)
+        _refuse_decode(slots)
+        by_token = lambda x, num=-(-width // size) * size: segment_sum(x, jnp.where(kv.live, kv.pos, num), num).sum(1)
+        chunked = lambda x: x.reshape(len(x), -1, size)
+        top = jnp.where(slots.candidates, score, -jnp.inf).max((1, 2), keepdims=True)
+        s = jnp.clip(jnp.where(slots.protected & jnp.isfinite(top), top, score), -1e33, 1e33)  # whose sums are finite
+        s, exist, safe = (chunked(by_token(x)) for x in (s, kv.live.astype(s.dtype), slots.protected.astype(s.dtype)))
+        exist, safe = exist > 0, safe > 0
+        n = exist.sum(-1).astype(jnp.float32)
+        s, mean = lax.optimization_barrier((s, jnp.where(n > 0, s.sum(-1) / jnp.maximum(n, 1), -jnp.inf)))
+        entropy = lax.optimization_barrier(jnp.where(n > 0, _evenness(s, exist, n), jnp.inf))
+        half = jnp.maximum((n > 0).sum(-1, keepdims=True) - 1, 0) // 2
+        middle = lambda x, dead: jnp.take_along_axis(jnp.sort(jnp.where(n > 0, x, dead), -1), half, -1)
+        uneven = (mean >= middle(mean, jnp.inf)) & (entropy < middle(entropy, jnp.inf))
+        late = lax.broadcasted_iota(jnp.int32, s.shape, 2)
+        place = _places((-late, -s, ~safe, ~exist))
+        first = exist & (safe | (place < jnp.where(uneven, min(self.rescue, size), size)[..., None]))
+        turn = _places((-lax.broadcasted_iota(jnp.int32, mean.shape, 1), -mean))[..., None]
+        keys = -late, jnp.where(first, place.astype(s.dtype), -s), jnp.where(first, turn, turn.shape[1]), ~safe
+        order = _places([x.reshape(len(x), -1) for x in keys])
+        rank = jnp.take_along_axis(order[:, None], jnp.clip(kv.pos, 0, order.shape[-1] - 1).reshape(len(s), 1, -1), -1)
+        return best(jnp.where(slots.protected, 1, -rank.reshape(kv.pos.shape)), kv.pos, budgets)
+
+
+def _evenness(s: Float[Array, "B C W"], exist: Bool[Array, "B C W"], n: Float[Array, "B C"]) -> Float[Array, "B C"]:
+    """The entropy of each chunk's scores, less the lowest if that is below 0: 1 if all are equal, 0 of a single one."""
+    low = jnp.minimum(jnp.where(exist, s, 0).min(-1, keepdims=True), 0)
+    shares = jnp.where(exist, s - low, 0)
+    shares = shares / (shares.sum(-1, keepdims=True) + 1e-8)
+    entropy = -(shares * jnp.log(shares + 1e-8)).sum(-1)
+    return jnp.where(n > 1, jnp.clip(entropy / jnp.log(jnp.maximum(n, 2)), 0, 1), 0)
+
+
+def _places(keys: Sequence[Array]) -> Int[Array, "*n L"]:
+    """The place of every entry in an order, by the last key first."""
+    return jnp.argsort(jnp.lexsort(keys, axis=-1), axis=-1)
+
+
+def _refuse_decode(slots: Slots) -> None:
+    if slots.ctx.phase == "decode":
+        raise ValueError("chunks are of the prompt; use Schedule(), which does not evict while decoding")
 
 
 class PerChunk(Select):

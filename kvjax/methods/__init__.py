@@ -42,8 +42,10 @@ from kvjax.methods.votes import chunkkv as chunkkv
 from kvjax.methods.votes import criticalkv as criticalkv
 from kvjax.methods.votes import defensivekv as defensivekv
 from kvjax.methods.votes import dropkv as dropkv
+from kvjax.methods.votes import entropy_chunkkv as entropy_chunkkv
 from kvjax.methods.votes import finch as finch
 from kvjax.methods.votes import headkv as headkv
+from kvjax.methods.votes import kvcompose as kvcompose
 from kvjax.methods.votes import kvzip as kvzip
 from kvjax.methods.votes import lava as lava
 from kvjax.methods.votes import layer_defensivekv as layer_defensivekv

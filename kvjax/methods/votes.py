@@ -6,16 +6,16 @@ from typing import Literal
 import numpy as np
 
 from kvjax.budgets import Adaptive, HeadShares, LayerShares, Pyramid, Schedule
-from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Temperature, by_top_scores
+from kvjax.compose.across import AcrossLayers, Preference, ScoreEntropy, Temperature, by_composites, by_top_scores
 from kvjax.compose.evict import Evict
 from kvjax.contract import Amount, AtLeastOne, Cosine, Count, Layout, NonNegative, Odd, Proportion, Size
 from kvjax.decide.rewrite import Match, Merge, Reference, ReferenceAttention
-from kvjax.decide.select import Chunks, LazyOrAll, PerChunk, TopK, TwoStage
+from kvjax.decide.select import Chunks, EntropyChunks, LazyOrAll, PerChunk, TopK, TwoStage
 from kvjax.observe import ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels.kinds import HeadTable
 from kvjax.scores.attention import Accumulated, Repeated, Votes
-from kvjax.scores.blends import Pooled, ValueWeighted
-from kvjax.scores.rows import Defensive, OutputChange, Unsteady
+from kvjax.scores.blends import Blend, LayerMean, Pooled, ValueWeighted
+from kvjax.scores.rows import Defensive, OutputChange, Peak, Unsteady
 
 
 def snapkv(budget: Count, *, window: Size = 32, kernel: Odd = 7, pooling: Literal["max", "avg"] = "max") -> Evict:
@@ -132,6 +132,20 @@ def chunkkv(base: Evict, *, size: Size = 20) -> Evict:
     return dataclasses.replace(base, select=Chunks(size, base.budget if isinstance(base.budget, float) else None))
 
 
+def entropy_chunkkv(base: Evict, *, size: Size = 10, rescue: Size = 4) -> Evict:
+    """Keeps chunks of text by another policy's score, of uneven ones the best tokens (EntropyGatedChunkKV of kvpress).
+
+    A chunk is uneven if it is among the better half and the entropy of its scores among the lower one. What it does not
+    take buys further chunks, then single tokens: heads keep the same tokens, exactly the budget.
+
+    Args:
+      base: the policy whose score, budget and protected tokens are used, such as `snapkv(512)`.
+      size: tokens of a chunk.
+      rescue: tokens that an uneven chunk keeps; fewer than `size`.
+    """
+    return dataclasses.replace(base, select=EntropyChunks(size, rescue))
+
+
 def finch(budget: Count, *, window: Size = 32, chunk: Size | None = None) -> Evict:
     r"""Keeps what the question at the end attends to, moved together (FINCH, Corallo and Papotti, TACL 12, 2024).
 
@@ -232,6 +246,20 @@ def layer_defensivekv(budget: Count, *, window: Size = 32, kernel: Odd = 5, mass
     """
     policy = defensivekv(budget, window=window, kernel=kernel, mass=mass)
     return AcrossLayers(policy, by_top_scores)
+
+
+def kvcompose(budget: Count, *, window: Size = 32) -> AcrossLayers:
+    r"""Lets layers compete by composite tokens, the n-th best of each head as one (KVCompose, arXiv 2509.05165).
+
+    $S_j$ is the mean over query heads of $\max_i p_{ij}$ over the last $w$ rows, plus its mean over kv heads. A
+    composite token scores the mean over heads; no layer gets more than twice the average.
+
+    Args:
+      budget: live tokens a kv head and layer on average, the window included.
+      window: last rows, which ask and stay.
+    """
+    own = Peak(window)
+    return AcrossLayers(Evict(Blend((own, LayerMean(own)), (1.0, 1.0)), budget, 0, window), by_composites)
 
 
 def dropkv(budget: Count, *, window: Size = 32, kernel: Odd = 7, buffer: Size | None = None) -> Evict:

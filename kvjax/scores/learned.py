@@ -150,6 +150,50 @@ class HiddenHeads(Value):
         return apply_heads(self.weights, hidden, layer)
 
 
+class SinkGates(Value):
+    r"""Gates of low rank with learned sinks, a function of hidden states (Fast KVzip, arXiv 2601.17668).
+
+    $S_j = \frac1G \sum_g 1 / (1 + \sum_s \exp((q_g k_s - q_g k) / \sqrt d - b_g))$, with $q_g$ and $k$ projections of
+    token j's hidden state, each divided by its root mean square and weighed. Read by `Predicted(Hidden(gates))`.
+
+    Attributes:
+      weights: of all L layers, under the names that the released gates have, from hidden states of D numbers to K kv
+        heads of G query heads, S sinks and d channels: "q_proj.weight" (L, K G d, D), "q_proj.bias" (L, K G d),
+        "k_proj.weight" (L, K d, D), "q_norm.weight" and "k_norm.weight" (L, d), "k_base" (L, K, 1, S, d), "b" (L, K, 1,
+        G). Any mapping of arrays, such as `numpy.load` of an npz file.
+    """
+
+    weights: Mapping[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        shapes = {name: np.shape(self.weights[name]) for name in self.weights}
+        of = lambda name, n: (*shapes.get(name, ()), *(0,) * n)[:n]
+        (L, _, D), (_, K, _, S, d), G = of("q_proj.weight", 3), of("k_base", 5), of("b", 4)[3]
+        wanted = {"q_proj.weight": (L, K * G * d, D), "q_proj.bias": (L, K * G * d), "k_proj.weight": (L, K * d, D)}
+        wanted |= {"q_norm.weight": (L, d), "k_norm.weight": (L, d), "k_base": (L, K, 1, S, d), "b": (L, K, 1, G)}
+        if shapes != wanted:
+            raise ValueError(
+                f"SinkGates has weights of the shapes {shapes}, but these go together: {wanted}; give them"
+            )
+        object.__setattr__(self, "weights", FrozenArrays(self.weights))
+
+    def __call__(self, hidden: Float[Array, "B T D"], layer: int | Int[Array, ""]) -> Float[Array, "B T K"]:
+        """A number from 0 to 1 for every token and kv head of the layer."""
+        own = {name: jnp.asarray(x, jnp.float32)[layer] for name, x in self.weights.items()}
+        K, _, _, d = own["k_base"].shape
+        x = hidden.astype(jnp.float32)
+
+        def heads(x: Array, weight: Array) -> Array:
+            x = x.reshape(*x.shape[:2], K, -1, d)
+            return x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * weight.reshape(1, 1, 1, 1, d)
+
+        q = heads(x @ own["q_proj.weight"].T + own["q_proj.bias"][None, None], own["q_norm.weight"])
+        k = heads(x @ own["k_proj.weight"].T, own["k_norm.weight"])
+        sinks = jnp.einsum("btkgd,ksd->btkgs", q, own["k_base"][:, 0]) / d**0.5
+        logit = (q * k).sum(-1) / d**0.5 + own["b"].reshape(1, 1, K, -1)
+        return jax.nn.sigmoid(logit - jax.nn.logsumexp(sinks, -1)).mean(-1)
+
+
 class Predicted(Given):
     """The number that a function of its hidden state gives a token when it is stored (KVzap).
 

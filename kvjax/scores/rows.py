@@ -76,6 +76,22 @@ class PooledVotes(Score):
         return {"mean": jnp.mean, "max": jnp.max, "sum": jnp.sum}[self.group](mean, axis=2)
 
 
+class Peak(Score):
+    """The most that any of the last rows gives a token in each query head, then the mean over its group (KVCompose).
+
+    Attributes:
+      rows: how many of the prompt's last rows vote.
+    """
+
+    rows: Size = 32
+
+    def observe(self, phase: Phase) -> tuple[Observation, ...]:
+        return (votes(self.rows),) if phase == "prefill" else ()
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return by_row(votes(self.rows), slots)[0].max(3).mean(2)
+
+
 class Unsteady(Score):
     r"""The mean attention of the last rows plus a multiple of its variance, $\mu + \gamma \sigma^2$ (CAKE).
 

@@ -8,23 +8,25 @@ StreamingLLMPress `factory.streaming_llm_factory(kept(r))`.
 import dataclasses
 from typing import Annotated, Any
 
-from kvjax.budgets import Combined, Schedule, Share
+from kvjax.budgets import Adaptive, Combined, OfSeen, Schedule, Share
 from kvjax.compose import when
+from kvjax.compose.across import AcrossLayers, by_composites, by_top_scores
 from kvjax.compose.evict import Evict
-from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, NonNegative, Odd, Policy, Proportion, Size
+from kvjax.contract import Amount, AtLeastOne, Count, FrozenArrays, Layout, NonNegative, Odd, Policy, Proportion, Size
 from kvjax.decide.select import AtLeast, Chunks, PerChunk
 from kvjax.methods.keys import chunk_votes, compactor, expected_attention, kvzap
 from kvjax.methods.position import random
 from kvjax.methods.released.counts import FloorThenGlobal, InclusivePyramid, Truncated
 from kvjax.methods.released.papers import PROMPT, with_score
 from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAttention, TwoStageAtLeast
-from kvjax.methods.votes import finch, simlayerkv, snapkv
-from kvjax.observe import OfLayer, ProjectedValueNorm
+from kvjax.methods.votes import finch, kvcompose, simlayerkv, snapkv
+from kvjax.observe import Hidden, OfLayer, ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
 from kvjax.pallas_kernels.kinds import numbers
 from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import LayerMean
 from kvjax.scores.keys import Leverage
+from kvjax.scores.learned import Predicted
 
 
 def kept(r: Proportion) -> Truncated:
@@ -87,6 +89,17 @@ def kvpress_simlayerkv(threshold: Proportion, *, sinks: Amount = 4, recent: Amou
     return dataclasses.replace(policy, select=LazyBefore(threshold, sinks, recent, rows))
 
 
+def kvpress_kvcompose(r: Proportion, *, window: Size, structured: bool = True) -> AcrossLayers:
+    """KVComposePress, asked by the prompt's last `window` rows, beside which `1 - r` of the others stay.
+
+    Without `structured`, kv heads compete, too.
+    """
+    share = Truncated(kept(r).share, Combined("less", (1.0, window)))
+    policy = kvcompose(Combined("sum", (share, window)), window=window)
+    by, heads = (by_composites, None) if structured else (by_top_scores, Adaptive(1.0))
+    return AcrossLayers(dataclasses.replace(policy.policy, heads=heads), by, 1 / (1 - r))
+
+
 # ------------------------------------------------------------------------------------------------ keys
 
 
@@ -135,6 +148,17 @@ def kvpress_kvzap(r: Proportion, function: OfLayer) -> Evict:
     return dataclasses.replace(kvzap(kept(r), function, recent=0), when=PROMPT)
 
 
+def kvpress_fastkvzip(
+    r: Proportion, gates: OfLayer, *, sinks: Amount = 4, recent: Count = Truncated(0.02), layerwise: bool = False
+) -> Policy:
+    """FastKVzipPress by gates such as `learned.SinkGates(numpy.load(file))`; of 32,000 tokens or more `recent` is 4096.
+
+    Kv heads of all layers compete, with `layerwise` those of a layer.
+    """
+    policy = Evict(Predicted(Hidden(gates)), kept(r), sinks, recent, heads=Adaptive(1.0), layout=Layout(pool=True))
+    return policy if layerwise else AcrossLayers(policy, by_top_scores, 1 / (1 - r))
+
+
 # ------------------------------------------------------------------------------------------------ positions
 
 
@@ -179,6 +203,11 @@ def kvpress_key_rerotation(base: Evict) -> Evict:
 def kvpress_decoding(base: Evict, *, interval: Size) -> Policy:
     """DecodingPress around a press: generated text alone is evicted, at every so many steps."""
     return when(Schedule(prefill=False, every=interval), base)
+
+
+def kvpress_ratio_decoding(base: Evict, r: Proportion, *, interval: Size, most: Size) -> Evict:
+    """CompressionRatioDecodingPress around a press: `1 - r` of all tokens so far stay, at most `most` of them."""
+    return dataclasses.replace(base, budget=OfSeen(kept(r).share, most), when=Schedule(prefill=False, every=interval))
 
 
 def kvpress_cam(base: Evict, *, interval: Size) -> Policy:
