@@ -337,17 +337,17 @@ class HeadShares(Heads):
         return apportion(mean * ratios, limit, jnp, least=least)
 
 
-def head_curves(table: Annotated[Any, numbers("R", "L", "K")], r: Proportion) -> dict[str, Any]:
+def head_curves(losses: Annotated[Any, numbers("R", "L", "K")], r: Proportion) -> dict[str, Any]:
     """The fields `budget`, `layers` and `heads` of an `Evict` from a table of what heads lose (LU-KV).
 
     As in `dataclasses.replace(policy, **head_curves(numpy.load(file), 0.5))`; arXiv 2602.08585. Shares are of what is
     left beside the tokens that stay in any case.
 
     Args:
-      table: the share of its tokens that each kv head of each layer loses, for the ratios 0.01, 0.02 and so on.
+      losses: the share of its tokens that each kv head of each layer loses, for the ratios 0.01, 0.02 and so on.
       r: the share of all tokens that go; the nearest of these ratios counts, or 0.
     """
-    stay = 1 - np.clip(np.pad(table, ((1, 0), (0, 0), (0, 0)))[min(round(100 * r), len(table))], 0, 1)
+    stay = 1 - np.clip(np.pad(losses, ((1, 0), (0, 0), (0, 0)))[min(round(100 * r), len(losses))], 0, 1)
     layers, heads = LayerShares(tuple(stay.mean(1).tolist())), HeadShares(tuple(map(tuple, stay.tolist())))
     return {"budget": float(stay.mean()), "layers": layers, "heads": heads}
 

@@ -80,7 +80,7 @@ def examples() -> dict[Any, Any]:
         **{"labels": ["a"] * 4, "policies": {"a": snapkv}, "path": "state", "what": Rows()},
         **{"targets": np.zeros(1, int), "shares": np.ones((4, 2)), "values": [1.0, 2.0], "curves": {"a": {4: 1.0}}},
         **{"kept": mask[0], "chosen": reading.decisions(snapkv)[0], "width": 8, "text": "goat", "budget": 32},
-        "length": 64,
+        **{"length": 64, "losses": np.full((3, 4, 2), 0.5)},
         **{"samples": {"a": [{"depth": 0.5, "length": 8, "score": 1.0}]}, "prompt": [[5, 6]], "channels": 0.5},
         **{"weight": ProjectedValueNorm(), "self": kvjax.Session(model, params, tokenizer, max_new_tokens=1)},
     }

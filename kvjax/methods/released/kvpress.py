@@ -149,13 +149,13 @@ def kvpress_kvzap(r: Proportion, function: OfLayer) -> Evict:
 
 
 def kvpress_fastkvzip(
-    r: Proportion, gates: OfLayer, *, sinks: Amount = 4, recent: Count = Truncated(0.02), layerwise: bool = False
+    r: Proportion, function: OfLayer, *, sinks: Amount = 4, recent: Count = Truncated(0.02), layerwise: bool = False
 ) -> Policy:
-    """FastKVzipPress by gates such as `learned.SinkGates(numpy.load(file))`; of 32,000 tokens or more `recent` is 4096.
+    """FastKVzipPress by a function such as `learned.SinkGates(numpy.load(file))`.
 
-    Kv heads of all layers compete, with `layerwise` those of a layer.
+    Kv heads of all layers compete, with `layerwise` those of a layer. Of 32,000 tokens or more `recent` is 4096 there.
     """
-    policy = Evict(Predicted(Hidden(gates)), kept(r), sinks, recent, heads=Adaptive(1.0), layout=Layout(pool=True))
+    policy = Evict(Predicted(Hidden(function)), kept(r), sinks, recent, heads=Adaptive(1.0), layout=Layout(pool=True))
     return policy if layerwise else AcrossLayers(policy, by_top_scores, 1 / (1 - r))
 
 
