@@ -141,7 +141,9 @@ def good(name: str, f: Callable[..., Any]) -> dict[str, Any]:
     found = {n: example(n, hint) for n, (hint, needed) in hints(f).items() if needed}
     policies = {"read": methods.streaming_llm(6)} | dict.fromkeys(_OF_ROWS, methods.keyformer(6))
     policies |= dict.fromkeys(_OF_NACL, methods.nacl(6))
-    return found | ({"policy": policies[name]} if name in policies else {})
+    own = {key: {"base": methods.h2o(6)} for key in ("kvpress_decoding", "kvpress_ratio_decoding")}
+    own["triattention"] = dict.fromkeys(("mean", "length"), np.ones((4, 4, 4)))
+    return found | ({"policy": policies[name]} if name in policies else {}) | own.get(name, {})
 
 
 def call(f: Callable[..., Any], given: dict[str, Any]) -> Any:
