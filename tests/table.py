@@ -96,9 +96,9 @@ NO_BUDGET = {
     *("kvpress_dms", "kvpress_dms_snapkv", "kvpress_simlayerkv", "kvpress_simlayerkv_all"),
 }
 
-# Rows whose budget is beside the prompt, and holds any.
+# Rows whose budget is beside the prompt, or grows with it, and holds any.
 PROMPT_OUTSIDE = {
-    *("random_attention", "triattention", "window_of_generated"),
+    *("random_attention", "triattention", "window_of_generated", "kvpress_ratio_decoding"),
     *(f"easykv_decoding_{x}" for x in ("roco", "mas", "h2o", "tova", "recency", "random")),
 }
 

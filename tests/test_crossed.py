@@ -158,6 +158,14 @@ class Formulas:
     def ProjectedValueNorm(self, o):
         return np.abs(np.einsum("bksh,kghd->bkgsd", self.v, self.out.reshape(K, G, H, D))).sum(-1).mean(2)
 
+    def CentredQueries(self, o):
+        mean, length = (np.asarray(o.table[name][0], np.float64) for name in ("mean", "length"))
+        many = np.broadcast_to(mean[None, :, None], (B, N, 1, H))
+        ahead = [rotated(many, (LENGTHS + 2**n)[:, None]) for n in range(o.furthest.bit_length())]
+        longer = YARN.attention_factor / 2 * (length - np.hypot(mean, np.roll(mean, H // 2, -1)))
+        turned = rotated(np.eye(H)[None, None], np.ones((1, H)))[0, 0]
+        return np.mean(ahead, 0)[:, :, 0], *(np.broadcast_to(x, (B, *x.shape)) for x in (longer, turned))
+
     def UnrotatedKeys(self, o):
         return self.k
 
