@@ -62,13 +62,14 @@ def generate() -> Callable[[], Any]:
     return lambda: kvjax.generate(model, params, tokens, policy=policy, **how)
 
 
-def sizes() -> dict[str, int]:
+def sizes() -> dict[str, float]:
     """How much there is to learn."""
+    parameters = method_parameters().values()
     return {
         "members of Policy": len(members(Policy)),
         "members of Score": len(members(Score, Part)),
         "fields of Evict": len(dataclasses.fields(kvjax.Evict)),
-        "parameters of methods": sum(method_parameters().values()),
+        "parameters of a method, on average": sum(parameters) / len(parameters),
         "exported names": len(kvjax.__all__),
     }
 

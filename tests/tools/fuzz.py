@@ -34,7 +34,7 @@ from kvjax.analysis import read
 from kvjax.compose.across import ScoreEntropy
 from kvjax.contract import FrozenArrays
 from kvjax.models.embedded import EMBEDDED
-from kvjax.observe import Hidden, ProjectedValueNorm, Reread, Rows
+from kvjax.observe import CentredQueries, Hidden, ProjectedValueNorm, Reread, Rows
 from kvjax.pallas_kernels.kinds import _kinds as kinds_of
 from kvjax.pallas_kernels.kinds import kind_of
 from kvjax.run.state import Prompts
@@ -142,7 +142,8 @@ def good(name: str, f: Callable[..., Any]) -> dict[str, Any]:
     policies = {"read": methods.streaming_llm(6)} | dict.fromkeys(_OF_ROWS, methods.keyformer(6))
     policies |= dict.fromkeys(_OF_NACL, methods.nacl(6))
     own = {key: {"base": methods.h2o(6)} for key in ("kvpress_decoding", "kvpress_ratio_decoding")}
-    own["triattention"] = dict.fromkeys(("mean", "length"), np.ones((4, 4, 4)))
+    centres = dict.fromkeys(("mean", "length"), np.ones((4, 4, 4)))
+    own |= {"triattention": centres, "Centred": {"queries": CentredQueries(FrozenArrays(centres))}}
     return found | ({"policy": policies[name]} if name in policies else {}) | own.get(name, {})
 
 
