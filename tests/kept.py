@@ -1,8 +1,8 @@
 """What every row of the table keeps of drawn tensors and of two models, as digests that stand in `tests/golden`.
 
-All were recorded by the library before this one. `kept_different.json` has the rows that are to differ from what it
-kept, why, and what it kept with that one change. `python -m tests.kept embedded`, or `smollm2`, adds the rows that a
-file lacks.
+Rows that the library before this one had were recorded by it, later ones by this one. `kept_different.json` has the
+rows that are to differ from what it kept, why, and what it kept with that one change. `python -m tests.kept embedded`,
+or `smollm2`, adds the rows that a file lacks.
 """
 
 import functools

@@ -96,6 +96,9 @@ NO_BUDGET = {
     *("kvpress_dms", "kvpress_dms_snapkv", "kvpress_simlayerkv", "kvpress_simlayerkv_all"),
 }
 
+# Rows that are made of others, of which some have a smaller budget whatever the row's is.
+SMALL_PARTS = {"many_then_few", "chain_of_partitions"}
+
 # Rows whose budget is beside the prompt, or grows with it, and holds any.
 PROMPT_OUTSIDE = {
     *("random_attention", "triattention", "window_of_generated", "kvpress_ratio_decoding"),

@@ -136,11 +136,15 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
             lambda: kvjax.chain(methods.finch(8, window=4), kvjax.Evict(Recency(), 8, rewrite=Writes(("k",)))),
             'positions="rank", where a key moves with its rank, but Chain writes keys',
         ),
+        (
+            lambda: kvjax.evict_layer(dataclasses.replace(H2O, select=Pages(64)), q, k, v),
+            r"a budget of \d+ tokens holds no page of 64; give a budget of 64 or more, or smaller pages",
+        ),
         (lambda: kvjax.protect(H2O, sinks=2, prompt=True), "of which sinks=2 are the first; give one of them"),
         (
             lambda: kvjax.evict_layer(kvjax.protect(methods.snapkv(M - 1, window=2), prompt=True), q, k, v),
             f"a budget of {M - 1} tokens cannot hold a prompt of {M} that stays and 2 recent tokens; give a budget of "
-            f"{M} or more, or leave out prompt=True",
+            f"{M} or more",
         ),
         (lambda: kvjax.protect(methods.fastgen((1,), (2,)), sinks=1, recent=1), "keeps no tokens by position alone"),
         (lambda: Schedule(every=2, over=3), "give one of them, not both"),

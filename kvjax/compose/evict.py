@@ -185,10 +185,10 @@ class Evict(Policy):
             i = int(wrong.argmax())
             pinned = isinstance(self.sinks, float) and self.sinks == 1
             first = f"a prompt of {sinks[i]} that stays" if pinned else f"{sinks[i]} sinks"
-            fix = "leave out prompt=True" if pinned else "keep fewer of them"
+            fix = "" if pinned else ", or keep fewer of them"
             raise ValueError(
                 f"a budget of {budget[i].min()} tokens cannot hold {first} and {safe[i] - sinks[i]} recent tokens; "
-                f"give a budget of {min(safe[i], most[i])} or more, or {fix}"
+                f"give a budget of {min(safe[i], most[i])} or more{fix}"
             )
         return np.minimum(budget[:-1, info.layer], info.prompt_len + info.max_new_tokens), sinks[:-1], recent[:-1]
 

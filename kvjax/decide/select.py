@@ -329,10 +329,25 @@ class Pages(Select):
     Attributes:
       size: positions of a page; engines have 16 to 64.
       worth: of the scores of a page's live tokens the "best", the "mean", or that of the "newest" token.
+
+    Raises:
+      ValueError: where tokens are to go, a budget in tokens that is smaller than a page. A share of a prompt so short
+        keeps it whole.
     """
 
     size: Size = 16
     worth: Literal["best", "mean", "newest"] = "mean"
+
+    def least(self, lengths: Prompts, budget: Prompts) -> Prompts:
+        return np.full_like(lengths, self.size)
+
+    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
+        if (small := (budget < self.size) & (lengths + info.max_new_tokens > budget)).any():
+            raise ValueError(
+                f"a budget of {budget[small.argmax()]} tokens holds no page of {self.size}; give a budget of "
+                f"{self.size} or more, or smaller pages"
+            )
+        return super().hparams(info, lengths, budget)
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe, S = slots.kv, slots.protected, score.shape[-1]
