@@ -148,6 +148,8 @@ class Setup:
       compress: evict after the prompt ("prefill"), while decoding ("decode"), or at whichever of them the method does
         ("both").
       num_beams: hypotheses of the beam search that finds every answer; 1 for greedy generation.
+      own_answers: have every policy read the full cache's own answers, too, token by token, and say how likely they
+        are: a slip at the beginning of a long answer does not decide all of that.
       baselines: other configs to run beside this one, "none" for the full cache alone; if not given, random,
         streaming_llm, h2o and ada_snapkv, without streaming_llm for a model with learned positions or with YaRN,
         longrope or dynamic scaling, whose stored keys cannot move to others.
@@ -181,6 +183,7 @@ class Setup:
     protocol: Literal["in_prompt", "after_compression"] = "in_prompt"
     compress: Literal["prefill", "decode", "both"] = "both"
     num_beams: int = 1
+    own_answers: bool = False
     baselines: tuple[str, ...] | None = None
     baseline_budget: Budget | None = None
     block: int | None = None
@@ -200,6 +203,11 @@ class Setup:
         check_distinct("seed", self.seeds)
         optional = {name: getattr(self, name) for name in ("examples", "max_length", "answer", "block")}
         check_whole(1, **{name: value for name, value in optional.items() if value is not None})
+        if self.own_answers and self.num_beams > 1:
+            raise ValueError(
+                f"own_answers asks how likely greedy answers are, and num_beams={self.num_beams} searches for others; "
+                "give one of them"
+            )
         if self.tasks is not None and not (self.data and not self.tasks):
             check_distinct("tasks", self.tasks)
         if not self.task_names and self.length != Setup.length:

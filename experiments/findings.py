@@ -1,15 +1,17 @@
-"""Three questions to all methods: what decides, how far the best is from hindsight, and what is lost.
+"""Four questions to all methods: what decides, how far the best is from hindsight, what is lost, and long outputs.
 
     python experiments/findings.py what_decides --model smollm2-135m-instruct --text book.txt
     python experiments/findings.py to_hindsight --model smollm2-135m-instruct --text book.txt
     python experiments/findings.py lost --model smollm2-135m-instruct --text book.txt
+    python experiments/findings.py long_outputs --model results/reasoner
 
 The first two let every policy evict from the same reading of each prompt, and read the tokens that follow with what is
 left: what is measured is how far the model's next-token distribution diverges from the full cache's
 (`kvjax.analysis.curves`). `what_decides` crosses scores, tokens that always stay and divisions of the budget, and says
 what share of the variance of log divergences, between means over prompts, each of them explains. `to_hindsight` sets
 published methods beside the masks that keep what the continuation attends to most. `lost` asks for one value, as the
-board does, and traces in which layers and heads the fact is live when the answer begins. Written to
+board does, and traces in which layers and heads the fact is live when the answer begins. `long_outputs` evicts while
+long answers are written, and crosses methods with whether the prompt stays and how often they evict. Written to
 `results/findings/`: a page, its picture, and `NAME-MODEL.npz`, what was measured of every policy, budget and prompt,
 to which batches of prompts are added as they end.
 """
@@ -20,6 +22,7 @@ import itertools
 import json
 import pathlib
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -41,8 +44,9 @@ from kvjax.experiments.core import stats
 from kvjax.experiments.core.command import as_command, check_output, parsed, write_page
 from kvjax.experiments.core.page import Table, cell, markdown, percent
 from kvjax.experiments.core.setup import Run, text_digest
-from kvjax.experiments.papers import prompts
+from kvjax.experiments.papers import long_outputs, prompts
 from kvjax.experiments.papers.base import message
+from kvjax.experiments.papers.long_outputs import LongOutputs
 from kvjax.experiments.papers.lost import BESIDE, KEY, VALUE, Record, ends, live_of, map_of, traced, whole
 from kvjax.models.embedded import INCLUDED
 from kvjax.models.written import write_bytes
@@ -209,33 +213,15 @@ def measured(
 # --- variance explained ---
 
 
-def shares(means: Float[np.ndarray, "S P D"]) -> dict[str, float]:
-    """The share of the variance between cells that each factor alone explains, and that of their interactions.
-
-    Sums of squares of a balanced design with a number a cell: main effects of `FACTORS`, and the interactions.
-    """
-    total = ((means - means.mean()) ** 2).sum()
-    found = {}
-    for axis, name in enumerate(FACTORS):
-        others = tuple(a for a in range(3) if a != axis)
-        effect = means.mean(others) - means.mean()
-        found[name] = float((effect**2).sum() * means.size / means.shape[axis] / total)
-    return found | {"interactions": 1 - sum(found.values())}
-
-
-def explained(kl: Divergences, among: Collection[str], draws: int = 1000) -> dict[str, Interval]:
-    """`shares` of mean log divergences, "P" in the order of `crossed`, with 95 % intervals of resampled prompts.
+def explained(kl: Divergences, among: Collection[str]) -> dict[str, Interval]:
+    """What share of the variance of mean log divergences each of `FACTORS` explains, "P" in the order of `crossed`.
 
     Args:
       kl: the divergences.
       among: the scores that count.
-      draws: how often prompts are resampled.
     """
     logs = _logs(kl).reshape(len(SCORES), len(PROTECTIONS), len(DIVISIONS), -1)[[x in among for x in SCORES]]
-    rng, n = np.random.default_rng(0), logs.shape[-1]
-    each = [shares(logs[..., rng.integers(n, size=n)].mean(-1)) for _ in range(draws)]
-    ends = lambda name: map(float, np.quantile([x[name] for x in each], (0.025, 0.975)))
-    return {name: Interval(x, *ends(name)) for name, x in shares(logs.mean(-1)).items()}
+    return stats.explained(logs, FACTORS)
 
 
 # --- pages ---
@@ -417,7 +403,10 @@ def _stored(file: pathlib.Path, asked: str) -> Record:
 @as_command
 def main(argv: Sequence[str]) -> None:
     """Parses and runs."""
-    run(parsed(Lost if "lost" in argv else Findings, argv, "findings", __doc__))
+    if "long_outputs" in argv:
+        long_outputs.run(parsed(LongOutputs, argv, "findings", __doc__), [sys.executable, *sys.argv])
+    else:
+        run(parsed(Lost if "lost" in argv else Findings, argv, "findings", __doc__))
 
 
 if __name__ == "__main__":

@@ -9,41 +9,45 @@ from kvjax.experiments.tasks import TASKS, Task, aloud
 from kvjax.experiments.training import loop, reasoner
 
 IDS = {word: i for i, word in enumerate(aloud.VOCABULARY)}
-TASK = Task(lambda text: [IDS.get(word, 98) for word in text.split()], (99,), 1024, 0)
+TASK = Task(lambda text: [IDS.get(word, 998) for word in text.split()], (999,), 1024, 0)
 ANSWER = 200
 
 
 def registers(words):
-    """Values by name of "a 3 b 4"."""
+    """Values by name of "a0 3 b1 4"."""
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
+def following(number, i):
+    """The number of a step, so many behind one."""
+    return f"#{int(number.removeprefix('#')) + i}"
+
+
 def chain(prompt, steps):
-    """Each step takes the rule of the next register, writes both values, and restates all registers if told to."""
+    """Each step renews the next register by its rule, and restates all registers before if told to."""
     kind, *told = prompt.split(" ; ")
-    value, rules = registers(kind.split()[3:]), {x.split()[0]: (x.split()[2], int(x.split()[4])) for x in told[:-1]}
-    count, asked = told[-1].removesuffix(" ?").split(" : ")
-    assert int(count.replace(" ", "")) == len(steps) - 1
+    value, rules = registers(kind.split()[3:]), dict(x.split() for x in told[:-1])
+    numbers, asked = told[-1].removesuffix(" ?").split(" : ")
+    first, last = numbers.split()
+    assert following(first, len(steps) - 2) == last
     for i, step in enumerate(steps[:-1]):
         state, _, said = step.partition(" : ") if kind.startswith("chain restated") else ("", "", step)
         assert not state or registers(state.split()) == value
-        number, sum_ = said.split(" : ")
-        name, rule, written, result = sum_.split(" = ")
-        assert int(number.replace(" ", "")) == i + 1
-        assert name == [*rules][i % len(rules)]
-        (other, n), old = rules[name], value[rules[name][0]]
-        assert (rule, written) == (f"{other} + {n}", f"{old} + {n}")
-        value[name] = int(result)
-        assert value[name] == (old + n) % 10
-    return f"final {asked} = {value[asked]}"
+        name = [*rules][i % len(rules)]
+        old = value[rules[name]]
+        value[name] = (old + 1) % 10
+        assert said == f"{following(first, i)} {name} {rules[name]} {old} : {name} {value[name]}"
+    return f"final {asked} {value[asked]}"
 
 
 def passcode(prompt, steps):
     told, _, rest = prompt.partition(" ; ")
     digits = [int(x) for x in told.split() if x.isdigit()]
     if told.startswith("code from"):
-        digits = [(a + b) % 10 for a, b in zip(digits[:4], digits[4:], strict=True)]
-        assert steps[0] == f"{told.replace(' from', '')} = {' '.join(map(str, digits))}"
+        digits = [(a + b) % 10 for a, b in zip(digits[::2], digits[1::2], strict=True)]
+        sums = zip(told.removeprefix("code from ").split(" : "), digits, strict=True)
+        done = " : ".join(f"{sum_} = {digit}" for sum_, digit in sums)
+        assert steps[0] == f"{done} : code {' '.join(map(str, digits))}"
         steps = steps[1:]
     chain(rest, [*steps[:-1], "final"])
     return f"final code {' '.join(map(str, digits))}"
@@ -51,17 +55,18 @@ def passcode(prompt, steps):
 
 def cups(prompt, steps):
     first, *swaps = prompt.removesuffix(" ?").split(" ; ")
-    places = first.split()[1:]
+    words = first.split()[1:]
+    places = dict(zip(words[::2], words[1::2], strict=True))
     for told, step in zip(swaps, steps[:-1], strict=True):
-        *_, a, b = told.split()
-        places[int(a)], places[int(b)] = places[int(b)], places[int(a)]
-        assert step == f"{told} : {' '.join(places)}"
-    return f"final {' '.join(places)}"
+        _, a, b = told.split()
+        x, y = places[a], places[b]
+        assert step == f"{told} : {a} {x} {b} {y} : {a} {y} {b} {x}"
+        places |= {a: y, b: x}
+    return "final " + " ".join(f"{place} {letter}" for place, letter in places.items())
 
 
 def sorting(prompt, steps):
-    words = prompt.removesuffix(" ?").split()[1:]
-    left = [f"{a} {b}" for a, b in zip(words[::2], words[1::2], strict=True)]
+    left = prompt.removesuffix(" ?").split()[1:]
     for least, step in zip(sorted(left), steps[:-1], strict=True):
         left.remove(least)
         assert step.split() == f"least {least} rest {' '.join(left)}".split()
@@ -71,11 +76,11 @@ def sorting(prompt, steps):
 
 def addition(prompt, steps):
     columns, carry = [x.split() for x in prompt.removesuffix(" ?").removeprefix("add ").split(" ; ")], 0
-    for (x, y, a, b), step in zip(columns, steps[:-1], strict=True):
+    for (number, a, b), step in zip(columns, steps[:-1], strict=True):
         total = int(a) + int(b) + carry
-        assert step == f"{x} {y} : {a} + {b} + {carry} = {total % 10} carry {total // 10}"
+        assert step == f"{number} {a} {b} {carry} = {total // 10} {total % 10}"
         carry = total // 10
-    return f"final carry {carry}"
+    return f"final {carry}"
 
 
 READ = dict(zip(aloud.KINDS, (chain, chain, cups, sorting, addition, passcode, passcode), strict=True))
@@ -102,6 +107,8 @@ def test_steps_are_right_and_fill_the_answer(name):
 def test_what_has_no_room_is_refused():
     with pytest.raises(ValueError, match=r"chain_restated needs \d\d tokens of an answer for a step; give --answer"):
         TASKS["chain_restated"](dataclasses.replace(TASK, answer=16), 0)
+    with pytest.raises(ValueError, match=r"sorting has fewer than 104 steps, which answer=9000 goes beyond"):
+        TASKS["sorting"](dataclasses.replace(TASK, answer=9000), 0)
     with pytest.raises(ValueError, match=r"cups has \d+ tokens with its answer of 200, but .* positions end at 256"):
         TASKS["cups"](dataclasses.replace(TASK, answer=ANSWER, limit=256), 0)
 
@@ -114,7 +121,7 @@ def test_documents_of_the_reasoner_are_prompts_and_answers_that_can_be_known():
     assert pos.max() < reasoner.CONFIG.max_position
     assert ((tokens < known) == np.isin(tokens, (reasoner.CONFIG.bos_id, *reasoner.CONFIG.eos_ids))).all()
     assert (classes[tokens == reasoner.CONFIG.bos_id] == 0).all()
-    assert (classes[tokens == reasoner.CONFIG.eos_ids[0]] == loop.ANSWER).all()
-    equals = tokens[:, :-1] == reasoner.IDS["="]
-    assert (equals[classes[:, 1:] == loop.FIRST]).all()
+    assert (classes[tokens == reasoner.CONFIG.eos_ids[0]] == loop.FIRST).all()
+    asked = np.logical_or.accumulate(tokens == reasoner.IDS["?"], 1)[:, :-1]
+    assert (asked[classes[:, 1:] == loop.FIRST]).all()
     np.testing.assert_array_equal(reasoner.batch(0, 3, stage)[0], tokens)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.experiments import findings
+from kvjax.experiments.core import stats
 from kvjax.experiments.findings import DIVISIONS, PROTECTIONS, SCORES, Findings
 from kvjax.experiments.papers import lost
 from kvjax.experiments.tasks import Example, Question
@@ -22,7 +23,7 @@ def test_what_factors_do_together_is_the_rest():
     design = np.array([[1.0, *(cell[axis] == k for axis in range(3) for k in range(SIZES[axis]))] for cell in cells])
     left = values.ravel() - design @ np.linalg.lstsq(design, values.ravel(), rcond=None)[0]
     rest = (left**2).sum() / ((values - values.mean()) ** 2).sum()
-    assert findings.shares(values)["interactions"] == pytest.approx(rest)
+    assert stats.variance_shares(values, findings.FACTORS)["interactions"] == pytest.approx(rest)
 
 
 def test_the_best_method_beside_the_best_mask():

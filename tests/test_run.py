@@ -60,6 +60,35 @@ def test_outputs(finished):
     assert (finished / "report.html").is_file()
 
 
+@pytest.mark.slow
+def test_long_answers_are_told_of_and_the_full_caches_own_are_read_under_each_policy(tmp_path, capsys):
+    sizes = small(length=["320"], examples=["2"], budget=["0.25"])
+    more = ["--own-answers", "--baselines", "knorm", "--baseline-budget", "1.0", "--output", str(tmp_path / "x")]
+    asked = ["--config", "h2o.py", *sizes, "--tasks", "long_continuation", "key_value", *more]
+    run.main(asked)
+    lines = {(s["task"], s["method"], s["index"], s["question"]): s for s in samples(tmp_path / "x")}
+    assert len(lines) == 2 * 3 * 2 * 2
+    for (task, method, index, question), line in lines.items():
+        full = lines[task, "full", index, question]
+        if question == 1:
+            assert line["tokens"] == full["tokens"]
+            assert method == "h2o" or line["nll"] == pytest.approx(full["nll"], rel=1e-4)
+        elif task == "long_continuation":
+            assert line["evictions"] == (line["tokens"] if method == "h2o" else 0)
+            assert line["mean_live"] <= line["most_live"]
+        else:
+            assert "evictions" not in line
+    assert lines["key_value", "h2o", 0, 1]["nll"] != lines["key_value", "full", 0, 1]["nll"]
+    page = (tmp_path / "x" / "report.md").read_text()
+    assert "| h2o | 0.25 | long continuation | 256.0 [" in page
+    assert "perplexity of the full cache's |" in page
+    capsys.readouterr()
+    run.main(asked)
+    assert "is complete" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="own_answers asks how likely greedy answers are, and num_beams=2 searches"):
+        run.main([*asked, "--num-beams", "2"])
+
+
 @pytest.fixture(scope="module")
 def read_each(tmp_path_factory):
     """A run in which every policy reads the prompts of two tasks by itself."""

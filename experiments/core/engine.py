@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import time
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ import kvjax
 from kvjax.configs.experiment import Made, with_params
 from kvjax.contract import kv_layers
 from kvjax.experiments.core.continuing import continued
+from kvjax.experiments.core.outputs import LAST, LONG, told
 from kvjax.experiments.core.records import Line
 from kvjax.experiments.tasks import Example, Protocol, Question, Tokens
 from kvjax.generation.beams import checked_rules, searched
@@ -112,6 +113,25 @@ def prompts_of(example: Example, protocol: Protocol, seed: int = 0) -> list[Prom
     return [Prompt(example, tokens, tuple(each), seed) for (tokens, _), each in asked.items()]
 
 
+def with_own_answers(prompt: Prompt, answers: Mapping[int, str], encode: Callable[[str], Sequence[int]]) -> Prompt:
+    """A prompt after which texts are read, too: the full cache's own answers to its questions.
+
+    Args:
+      prompt: what is asked.
+      answers: the texts, by the numbers of questions; none is read of those without one, with an empty one, or one
+        that was searched for.
+      encode: text to token ids, without special tokens.
+    """
+    questions, asked = list(prompt.example.questions), list(prompt.asked)
+    for i, given in prompt.asked:
+        own = () if questions[i].num_beams > 1 else tuple(encode(answers.get(i, "")))
+        if own:
+            asked.append((len(questions), given + own))
+            questions.append(Question(questions[i].ids, own))
+    example = dataclasses.replace(prompt.example, questions=tuple(questions))
+    return dataclasses.replace(prompt, example=example, asked=tuple(asked))
+
+
 def shapes(prompts: Iterable[Prompt], most: int | None = None) -> list[Shape]:
     """Few programs for all prompts, the largest first; the same whenever a run resumes.
 
@@ -188,9 +208,9 @@ def num_scored(length: Any, block: int) -> Any:
     return length - 1 if block == 1 else length - 2 - (length - 1) % block
 
 
-def _most_live(logits: Array, token: Array, state: kvjax.State) -> Int[Array, "B"]:
-    """The most live slots of any head after a step, for the loop's `also`."""
-    return state.num_live.max((1, 2))
+def _live(logits: Array, token: Array, state: kvjax.State) -> tuple[Int[Array, "B"], Int[Array, "B"]]:
+    """Live slots after a step, of the head that has most and of all together, for the loop's `also`."""
+    return state.num_live.max((1, 2)), state.num_live.sum((1, 2))
 
 
 # --- one reading for several policies ---
@@ -255,7 +275,8 @@ def share_slots(engines: Sequence["Engine"]) -> None:
 
 # --- one policy ---
 
-_Answer = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, their log-probabilities, the most live slots after each
+# Ids, their log-probabilities, the most live slots of a head after each, and the mean of heads before the first, too.
+_Answer = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Engine:
@@ -376,7 +397,7 @@ class Engine:
         at = Decoding(ints(B), of_rows(jnp.float32), of_rows(jnp.bool_), state, left=ints(B), logits=kept)
         stays = None if mesh is None else (None, jax.tree.map(lambda x: x.sharding, at))
         given, ends = (np.zeros((M, B), np.int32), np.zeros((M, B), np.bool_)), (*self._ends, NO_TOKEN)
-        how = {"chunk": M, "ends": ends, "waits": False, "also": _most_live}
+        how = {"chunk": M, "ends": ends, "waits": False, "also": _live}
         run = jax.jit(decode_tokens, static_argnames=("model", *how), donate_argnames="at", out_shardings=stays)
         self._go_on = self._once(run, at, given, np.int32(0), **how)
         programs = [self._go_on]
@@ -507,8 +528,8 @@ class Engine:
     ) -> tuple[list[_Answer], float]:
         """What follows a prompt up to the answer of the n-th question of every row, and how many seconds that took.
 
-        Nothing follows for rows that have fewer questions. No log-probabilities, and one number of live slots, where
-        answers are searched for.
+        Nothing follows for rows that have fewer questions. Where answers are searched for there are no
+        log-probabilities, and of live slots the most of a head alone.
         """
         B, M = len(rows), max(self.shape.planned, 1)
         given, num_given, num_new = np.zeros((M, B), np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
@@ -522,6 +543,7 @@ class Engine:
         text = lambda b, ids: self.tokenizer.decode(ids[num_given[b] :].tolist())
         ended = lambda b, ids: any(stop in text(b, ids) for stop in stops[b])
         known, before = np.arange(M)[:, None] < num_given, np.array(state.length)
+        held = np.array(state.num_live)
         at = begin(logits, state, ends=(*self._ends, NO_TOKEN), given=(given[0], known[0]))
         limits, run = num_given + num_new, functools.partial(self._go_on, self.params)
         if self._rules is not None:
@@ -530,17 +552,29 @@ class Engine:
         steps, at = continued(run, at, (given, known), limits, ended if any(stops) else None)
         if self._rules is None:
             parts = zip(np.asarray(at.state.length) - before, *(x.T for x in jax.tree.leaves(steps)), strict=True)
-            answers = [tuple(x[:end] for x in own) for end, *own in parts]
+            answers = [
+                (ids[:end], logp[:end], most[:end], np.append(held[b].sum(), total[:end]) / held[b].size)
+                for b, (end, ids, logp, most, total) in enumerate(parts)
+            ]
             return answers, time.perf_counter() - start
         rules = dataclasses.replace(self._rules, longest=jnp.asarray(num_new))
         found = jax.block_until_ready(self._search(self.params, at.logits, at.state, rules))
         seconds = time.perf_counter() - start
         live = np.maximum(*(np.asarray(state.num_live).max((1, 2)) for state in (at.state, found.state)))
         each = given.T, num_given, np.asarray(found.tokens)[:, 0], np.asarray(found.lengths)[:, 0], live
-        parts = zip(*each, strict=True)
-        return [(np.append(ids[:n], x[:end]), np.zeros(0), most[None]) for ids, n, x, end, most in parts], seconds
+        none, parts = np.zeros(0), zip(*each, strict=True)
+        return [(np.append(ids[:n], x[:end]), none, most[None], none) for ids, n, x, end, most in parts], seconds
 
-    def _line(self, row: Prompt, i: int, given: Tokens, ids: np.ndarray, logp: np.ndarray, live: np.ndarray) -> Line:
+    def _line(
+        self,
+        row: Prompt,
+        i: int,
+        given: Tokens,
+        ids: np.ndarray,
+        logp: np.ndarray,
+        most: np.ndarray,
+        mean: Float[np.ndarray, "m"],
+    ) -> Line:
         """The score of an answer, or the likelihood of a continuation."""
         if not np.isfinite(logp).all() or ids.min(initial=0) < 0:
             raise ValueError(f"logits of {row.example.task} {row.example.index} are not numbers; try a wider --dtype")
@@ -548,13 +582,17 @@ class Engine:
         stopped = lambda count: any(s in self.tokenizer.decode(answer[:count]) for s in question.stop)
         if question.stop and stopped(len(answer)):  # with the token that completes its first stop string
             answer = answer[: bisect.bisect_left(range(len(answer)), True, key=stopped)]
-        line: Line = {"question": i, "most_live": int(live[: len(given) + len(answer)].max(initial=0))}
+        line: Line = {"question": i, "most_live": int(most[: len(given) + len(answer)].max(initial=0))}
         if question.continuation:
             n = len(question.continuation)
             return {**line, "nll": float(-logp[len(given) - n : len(given)].mean()), "tokens": n}
         output = text_of(self.tokenizer, question, answer, self._ends)
         judged = {"score": question.score(output), "metric": question.metric} if question.metric else {}
-        return {**line, **judged, "output": output, "references": list(question.references), "tokens": len(answer)}
+        line |= judged | {"output": output, "references": list(question.references), "tokens": len(answer)}
+        if question.max_new_tokens < LONG or not len(mean):
+            return line
+        end, ended = self.tokenizer.decode(answer[-LAST:]), bool(answer) and answer[-1] in self._ends
+        return line | told(answer, end, ended, mean[len(given) :][: len(answer) + 1])
 
 
 def text_of(tokenizer: Any, question: Question, answer: Sequence[int], ends: Collection[int]) -> str:

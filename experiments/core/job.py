@@ -16,7 +16,7 @@ import kvjax
 from kvjax import models
 from kvjax.configs.experiment import Experiment, Setup
 from kvjax.experiments import stopping, tasks
-from kvjax.experiments.core.engine import Engine, Prompt, read_once, shapes, share_slots
+from kvjax.experiments.core.engine import Engine, Prompt, read_once, shapes, share_slots, with_own_answers
 from kvjax.experiments.core.records import KEY, Key, Line, Records
 from kvjax.experiments.core.setup import Run, build, described
 
@@ -62,13 +62,25 @@ def run(
         mine = [prompt for prompt in prompts if prompt.example.index % of == part - 1]
         if not mine:
             print(f"shard {part}/{of} has none of the {len(prompts)} rows")
-        todo = Todo(records, mine)
-        for method, budget, _ in runs:
-            if not restart and not any(name in records.lines for name in todo.keys(method, budget)):
-                records.take_over(f"{method}@{budget}", todo.keys(method, budget))
-        if any(todo.missing(method, budget) for method, budget, _ in runs):
-            _run_missing(setup, runs, prompts, todo, tokenizer, mesh)
-        else:
+
+        def ran(runs: Sequence[Run], todo: Todo) -> bool:
+            """Runs what no other run has; whether there was any."""
+            for method, budget, _ in runs:
+                if not restart and not any(name in records.lines for name in todo.keys(method, budget)):
+                    records.take_over(f"{method}@{budget}", todo.keys(method, budget))
+            if missing := any(todo.missing(method, budget) for method, budget, _ in runs):
+                _run_missing(setup, runs, prompts, todo, tokenizer, mesh)
+            return missing
+
+        todo, before = Todo(records, mine), False
+        if setup.own_answers:
+            before = ran(runs[:1], todo)
+            if todo.missing(*runs[0][:2]):
+                return
+            encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+            own = {p: with_own_answers(p, todo.answers(*runs[0][:2], p), encode) for p in mine}
+            prompts, todo = [own.get(prompt, prompt) for prompt in prompts], Todo(records, [*own.values()])
+        if not ran(runs, todo) and not before:
             print(f"{directory} is complete; --restart runs it again")
 
 
@@ -86,6 +98,11 @@ class Todo:
         """What the lines of prompts' questions are named by; of all prompts if none are given."""
         asked = ((p.example, i) for p in (self.prompts if prompts is None else prompts) for i, _ in p.asked)
         return [(method, budget, example.task, example.index, i) for example, i in asked]
+
+    def answers(self, method: str, budget: str, prompt: Prompt) -> dict[int, str]:
+        """What was written to a prompt's questions, by their numbers."""
+        found = (self.records.lines.get(name, {}) for name in self.keys(method, budget, [prompt]))
+        return {line["question"]: line["output"] for line in found if "output" in line}
 
     def missing(self, method: str, budget: str, among: Iterable[Prompt] | None = None) -> list[Prompt]:
         """The prompts that have questions without lines."""

@@ -59,6 +59,8 @@ def _setting(view: views.View) -> Iterator[str | Table]:
         )
         yield f"{about}\n{alike}" if "equal" in table.head else about
         yield table
+    if (table := views.outputs(view)).rows:
+        yield from (views.OUTPUTS, table)
     if (table := views.costs(view)).rows:
         yield from (views.COSTS, table)
 

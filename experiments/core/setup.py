@@ -30,7 +30,13 @@ EXAMPLES: Final = 48
 Run = tuple[str, str, Made]
 """A method, its budget as results write it, and the policy, which may have learned parameters beside it."""
 
-_OF_OTHERS = "baselines", "baseline_budget", "compress", "metrics"  # what of a setup no line of a policy depends on
+_OF_OTHERS = (
+    "baselines",
+    "baseline_budget",
+    "compress",
+    "metrics",
+    "own_answers",
+)  # what of a setup no line of a policy depends on
 _UNSEEN = ("slots",)  # what no line depends on, but for its times and peaks
 
 
@@ -216,11 +222,21 @@ def rendering(setup: Setup, tokenizer: Any) -> Literal["chat", "raw"]:
 
 
 def _built(name: str, builder: Builder, task: Task, index: int, most: int | None) -> Example:
-    """An example whose answers have so many tokens at most."""
+    """An example whose answers have so many tokens at most.
+
+    Raises:
+      ValueError: what is no example; a task in words that the model's vocabulary lacks, as small models' do.
+    """
     found = builder(task, index)
     if not isinstance(found, Example) or not found.context or not found.questions:
         raise ValueError(
             f"task {name} made {found!r:.80} of index {index}, not an Example with a context and questions"
+        )
+    unknown, *ends = (getattr(task.tokenizer, f"{kind}_token_id", None) for kind in ("unk", "bos", "eos"))
+    ids = {*found.context, *(token for q in found.questions for token in (*q.ids, *q.continuation))}
+    if not isinstance(builder, Rows) and unknown in ids - {*ends}:
+        raise ValueError(
+            f"task {name} has words that this model's vocabulary lacks; ask others with --tasks, or another --model"
         )
     cut = lambda q: q if most is None else dataclasses.replace(q, max_new_tokens=min(q.max_new_tokens, most))
     return dataclasses.replace(found, task=name, index=index, questions=(*map(cut, found.questions),))

@@ -17,6 +17,7 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are first used
+from jaxtyping import Float
 
 from kvjax import analysis
 from kvjax.analysis import Interval
@@ -274,6 +275,42 @@ def adjusted(comparisons: Sequence[Comparison]) -> list[Comparison]:
     order = np.argsort(p, kind="stable")
     p[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(m, 0, -1) * p[order]))
     return [dataclasses.replace(c, p=float(x), compared=m) for c, x in zip(comparisons, p, strict=True)]
+
+
+# --- what decides ---
+
+
+def variance_shares(means: Float[np.ndarray, "*factors"], factors: Sequence[str]) -> dict[str, float]:
+    """The share of the variance between cells that each factor alone explains, and that of their interactions.
+
+    Sums of squares of a balanced design with a number a cell: main effects, and the interactions. Where all cells are
+    equal nothing explains anything.
+    """
+    total = ((means - means.mean()) ** 2).sum()
+    if total == 0:
+        return dict.fromkeys((*factors, "interactions"), 0.0)
+    found = {}
+    for axis, name in enumerate(factors):
+        others = tuple(a for a in range(means.ndim) if a != axis)
+        effect = means.mean(others) - means.mean()
+        found[name] = float((effect**2).sum() * means.size / means.shape[axis] / total)
+    return found | {"interactions": 1 - sum(found.values())}
+
+
+def explained(
+    values: Float[np.ndarray, "*factors E"], factors: Sequence[str], draws: int = 1000
+) -> dict[str, Interval]:
+    """`variance_shares` of means over examples, with 95 % intervals of resampled examples.
+
+    Args:
+      values: of every combination of levels, and every example.
+      factors: what the axes are called, but for the last.
+      draws: how often examples are resampled.
+    """
+    rng, n = np.random.default_rng(0), values.shape[-1]
+    each = [variance_shares(values[..., rng.integers(n, size=n)].mean(-1), factors) for _ in range(draws)]
+    ends = lambda name: map(float, np.quantile([x[name] for x in each], (0.025, 0.975)))
+    return {name: Interval(x, *ends(name)) for name, x in variance_shares(values.mean(-1), factors).items()}
 
 
 # --- what is drawn and flipped as one ---

@@ -16,6 +16,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from kvjax.experiments.core import metrics, stats
+from kvjax.experiments.core.outputs import TOLD
 
 AVERAGE: Final = "average"
 NUMBER: Final = ("setting", "method", "budget", "task")
@@ -30,7 +31,9 @@ TEXT_METRICS: Final = ("rouge_1", "rouge_2", "rouge_l", "bleu", "meteor")
 _TIMES = ("prefill_seconds", "read_seconds", "decode_tokens_per_second")
 _MOST = ("most_live", "slots", "kv_bytes", "kv_bytes_needed", "kv_bytes_fitted", "state_bytes",
          "prefill_peak_bytes", "decode_peak_bytes")  # fmt: skip
-_MEANS = ("score", "live", "prompt_tokens")
+_MEANS = ("score", "live", "prompt_tokens", *TOLD)
+WRITTEN: Final = ("written", *TOLD, "own_nll")
+"""What is told of long answers: their tokens, what `core.outputs` tells, how likely the full cache's own ones are."""
 NUMERIC: Final = ("nll", "tokens", "depth", "length", *_MEANS, *_MOST, *_TIMES)
 """What of a line is a number, if it is there."""
 _NAMES = ("setting", "run", "line", "task", "variant", "method", "budget", "policy", "averaged", "index", "question",
@@ -65,15 +68,23 @@ def has_budget(label: str) -> bool:
 
 
 def examples(found: pd.DataFrame) -> pd.DataFrame:
-    """A row an example: the means over its questions, of likelihoods over their tokens; without what is not finite."""
+    """A row an example: the means over its questions, of likelihoods over their tokens; without what is not finite.
+
+    Where an example is scored, its likelihood is that of the full cache's own answer, `own_nll`.
+    """
     weight = found["tokens"].where(found["nll"].notna())
-    of = found.assign(weight=weight, nll=found["nll"] * weight).groupby([*NUMBER, "index"], sort=False)
-    how = {"nll": "sum", "weight": "sum"} | dict.fromkeys(_MEANS, "mean") | dict.fromkeys(_MOST, "max")
+    written = found["tokens"].where(found["output"].notna() & found["ended"].notna())
+    of = found.assign(weight=weight, written=written, nll=found["nll"] * weight)
+    of = of.groupby([*NUMBER, "index"], sort=False)
+    means = dict.fromkeys((*_MEANS, "written"), "mean")
+    how = {"nll": "sum", "weight": "sum"} | means | dict.fromkeys(_MOST, "max")
     table = of.agg(
         dict.fromkeys(("context", "averaged", "metric", "run", "depth", "length"), "first") | how
     ).reset_index()
     table["kind"] = np.where(table["score"].notna(), "score", "nll")
-    table["value"] = table["score"].where(table["score"].notna(), table["nll"] / table["weight"])
+    likely = table["nll"] / table["weight"]
+    table["value"] = table["score"].where(table["score"].notna(), likely)
+    table["own_nll"] = likely.where(table["score"].notna() & (table["weight"] > 0))
     return table[np.isfinite(table["value"])]
 
 
@@ -152,7 +163,7 @@ def _table(
         of_task = tasks if task == AVERAGE else None
         values, contexts = group["value"].tolist(), clusters(group)
         interval = stats.INTERVAL[kind](values, contexts, tasks=of_task)
-        cell |= dict(zip(("value", "low", "high"), interval, strict=True)) | _costs(group)
+        cell |= dict(zip(("value", "low", "high"), interval, strict=True)) | _costs(group) | _written(group)
         cell["interval"] = stats.interval_method(kind, values, contexts, of_task)
         cell["metrics"] = ", ".join(sorted({*group["metric"].dropna()}))
         cell["parts"] = ", ".join(dict.fromkeys(tasks)) if task == AVERAGE else ""
@@ -190,6 +201,19 @@ def _costs(group: pd.DataFrame) -> dict[str, Any]:
     whole = int((group["live"] >= prompts).sum())
     most = {name: group[name].max() for name in _MOST}
     return {"live_tokens": group["live"].mean(), "live": live, "kept_whole": whole, "place": place} | most
+
+
+def _written(group: pd.DataFrame) -> dict[str, Any]:
+    """Means of what is told of long answers, with intervals; the perplexity of the full cache's own answers."""
+    found: dict[str, Any] = {}
+    for name in WRITTEN:
+        if (known := group[group[name].notna()]).empty:
+            continue
+        of = {"ended": stats.interval, "own_nll": stats.perplexity}.get(name, stats.mean)
+        tasks = known["task"].tolist() if known["task"].nunique() > 1 else None
+        ends = of(known[name].tolist(), clusters(known), tasks=tasks)
+        found |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+    return found
 
 
 def _times(batches: set[tuple[float | None, ...]]) -> dict[str, float]:

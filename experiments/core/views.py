@@ -33,6 +33,15 @@ COSTS: Final = (
     "batch: arguments (with parameters), results, temporaries."
 )
 
+OUTPUTS: Final = (
+    "Of answers that may have 128 tokens or more. Ended by itself: before its tokens were used up. Compressed to: what "
+    "zlib leaves of the text of its last 256 tokens, little where a text goes round in circles. Repeated: of all runs "
+    "of four tokens those that stood in the answer before. Live tokens are those of a head, at the peak and on average "
+    "over the answer. Evictions: tokens after which some head held fewer than one more. Milliseconds a token are those "
+    "of one sequence, at the speed of the whole batch. The full cache's own answers are read token by token under each "
+    "policy: how likely they are, as a perplexity."
+)
+
 Number = dict[str, Any]
 Columns = dict[str, Callable[[Number], Cell]]
 _ALIKE = {"equal": "same", "equal up to": "prefix", "similarity": "edit_similarity"}  # measures of `table.agreement`
@@ -228,6 +237,31 @@ def costs(view: View) -> Table:
     return _table(numbers, columns)
 
 
+def outputs(view: View) -> Table:
+    """What is told of long answers, but averages."""
+    columns: Columns = {
+        "tokens written": lambda c: measure(c, "written"),
+        "ended by itself": lambda c: share(c, "ended"),
+        "compressed to": lambda c: share(c, "compressed"),
+        "repeated": lambda c: share(c, "repeated"),
+        "most live of a head": lambda c: measure(c, "most_live", ",.0f"),
+        "live on average": lambda c: measure(c, "mean_live"),
+        "evictions": lambda c: measure(c, "evictions"),
+        "ms a token": lambda c: timed(_seconds(c), "seconds", ",.2f", 1000),
+        "perplexity of the full cache's": lambda c: measure(c, "own_nll", ".3f"),
+    }
+    numbers = [c for c in view.numbers if c.get("written") is not None and c["task"] != AVERAGE]
+    if all(c.get("own_nll") is None for c in numbers):
+        del columns["perplexity of the full cache's"]
+    return _table(numbers, columns)
+
+
+def _seconds(c: Number) -> Number:
+    """With `seconds`, of a token of a whole batch, in place of tokens a second."""
+    speed = [c.get(f"decode_tokens_per_second{end}") for end in ("", "_high", "_low")]
+    return c | {f"seconds{end}": x and 1 / x for end, x in zip(("", "_low", "_high"), speed, strict=True)}
+
+
 def _table(numbers: Sequence[Number], columns: Columns) -> Table:
     """A row a number, behind its names."""
     names = [[Name(c["method"]), Name(c["budget"]), Name(words(c["task"]))] for c in numbers]
@@ -331,6 +365,7 @@ def html(
         runs={run.name: run for run in found.runs}, papers=[*map(_paper, found.papers)], policy=policies, where=where,
         samples=samples, key=lambda c: tuple(c[k] for k in NUMBER), link=lambda path: link(path, output),
         about_costs=COSTS, average=AVERAGE, is_full=is_full, whole=whole, scores=scores, compared=compared, costs=costs,
+        about_outputs=OUTPUTS, outputs=outputs,
     )  # fmt: skip
 
 

@@ -17,37 +17,51 @@ from kvjax.experiments.tasks.base import Builder, Example, Question, Task, examp
 ANSWER: Final = 256
 LETTERS: Final = tuple(string.ascii_lowercase)
 DIGITS: Final = tuple(string.digits)
-WORDS: Final = tuple("+ = : ; ? chain restated once cups swap sort least rest add carry code from final".split())
-VOCABULARY: Final = (*LETTERS, *DIGITS, *WORDS)
+NAMES: Final = tuple(letter + digit for letter in LETTERS for digit in DIGITS[:4])
+"""Of registers and items, in the order in which they are sorted."""
+NUMBERS: Final = tuple(f"#{i}" for i in range(512))
+"""Of steps; a chain may begin with any."""
+WORDS: Final = tuple("+ = : ; ? chain restated once cups sort least rest add code from final".split())
+VOCABULARY: Final = (*LETTERS, *DIGITS, *NAMES, *NUMBERS, *WORDS)
 """All words of prompts and answers, each with a space before it."""
 REGISTERS: Final = 8
+CUPS: Final = 6
+MOST: Final = 3
+"""Of what is added to a digit of a code: sums whose operands say nothing by themselves are hard to learn."""
 Steps = tuple[str, list[str]]
 """What is asked, and the steps of its answer."""
 
 
-def _number(n: int, digits: int = 3) -> str:
-    return " ".join(str(n).zfill(digits))
+def _numbers(rng: np.random.Generator, count: int) -> tuple[str, ...]:
+    """Of so many steps, from a random one on."""
+    start = int(rng.integers(len(NUMBERS) - count + 1))
+    return NUMBERS[start : start + count]
+
+
+def _drawn(rng: np.random.Generator, among: Sequence[str], count: int) -> list[str]:
+    return [among[i] for i in rng.permutation(len(among))[:count]]
 
 
 def _chain(rng: np.random.Generator, count: int, restated: bool) -> Steps:
-    """Registers that are renewed in turn, each from another one; the last step says one that is asked for."""
-    names = [LETTERS[i] for i in rng.permutation(len(LETTERS))[:REGISTERS]]
+    """Registers that are renewed in turn, each by one more than another one has; the last step says one of them."""
+    names, numbers = _drawn(rng, NAMES, REGISTERS), _numbers(rng, count)
     value = {name: int(rng.integers(10)) for name in names}
     # The register that is read was written between 2 and all steps before, never in the step before.
     back = rng.integers(2, REGISTERS, REGISTERS)
-    rules = {name: (names[i - back[i]], int(rng.integers(1, 10))) for i, name in enumerate(names)}
+    rules = {name: names[i - back[i]] for i, name in enumerate(names)}
     asked = names[int(rng.integers(REGISTERS))]
     state = lambda: " ".join(f"{name} {x}" for name, x in value.items())
-    written = " ; ".join(f"{name} = {other} + {n}" for name, (other, n) in rules.items())
-    prompt = f"chain {'restated' if restated else 'once'} : {state()} ; {written} ; {_number(count)} : {asked} ?"
+    written = " ; ".join(f"{name} {other}" for name, other in rules.items())
+    kind = "restated" if restated else "once"
+    prompt = f"chain {kind} : {state()} ; {written} ; {numbers[0]} {numbers[-1]} : {asked} ?"
     steps = []
-    for i in range(count):
+    for i, number in enumerate(numbers):
         name = names[i % REGISTERS]
-        other, n = rules[name]
+        other = rules[name]
         before, old = f"{state()} : " if restated else "", value[other]
-        value[name] = (old + n) % 10
-        steps.append(f"{before}{_number(i + 1)} : {name} = {other} + {n} = {old} + {n} = {value[name]}")
-    return prompt, [*steps, f"final {asked} = {value[asked]}"]
+        value[name] = (old + 1) % 10
+        steps.append(f"{before}{number} {name} {other} {old} : {name} {value[name]}")
+    return prompt, [*steps, f"final {asked} {value[asked]}"]
 
 
 def _restated(rng: np.random.Generator, count: int) -> Steps:
@@ -59,49 +73,52 @@ def _once(rng: np.random.Generator, count: int) -> Steps:
 
 
 def _cups(rng: np.random.Generator, count: int) -> Steps:
-    """Letters in places, of which two change theirs in each step; each step writes all."""
-    places = [LETTERS[i] for i in rng.permutation(len(LETTERS))[:6]]
-    swaps = [sorted(rng.permutation(6)[:2].tolist()) for _ in range(count)]
-    told = " ; ".join(f"{_number(i + 1)} swap {a} {b}" for i, (a, b) in enumerate(swaps))
-    prompt, steps = f"cups {' '.join(places)} ; {told} ?", []
-    for i, (a, b) in enumerate(swaps):
-        places[a], places[b] = places[b], places[a]
-        steps.append(f"{_number(i + 1)} swap {a} {b} : {' '.join(places)}")
-    return prompt, [*steps, f"final {' '.join(places)}"]
+    """Letters in places, of which two change theirs in each step; each step writes these two, before and after."""
+    letters, names, numbers = _drawn(rng, LETTERS, CUPS), _drawn(rng, NAMES, CUPS), _numbers(rng, count)
+    places = dict(zip(names, letters, strict=True))
+    swaps = [_drawn(rng, names, 2) for _ in range(count)]
+    state = lambda: " ".join(f"{name} {letter}" for name, letter in places.items())
+    told = " ; ".join(f"{number} {a} {b}" for number, (a, b) in zip(numbers, swaps, strict=True))
+    prompt, steps = f"cups {state()} ; {told} ?", []
+    for number, (a, b) in zip(numbers, swaps, strict=True):
+        x, y = places[a], places[b]
+        places |= {a: y, b: x}
+        steps.append(f"{number} {a} {b} : {a} {x} {b} {y} : {a} {y} {b} {x}")
+    return prompt, [*steps, f"final {state()}"]
 
 
 def _sort(rng: np.random.Generator, count: int) -> Steps:
     """The least of a list is taken out, again and again; each step writes what is left."""
-    pairs = [f"{LETTERS[i // 10]} {i % 10}" for i in rng.permutation(260)[:count]]
-    prompt, left, steps = f"sort {' '.join(pairs)} ?", list(pairs), []
+    items = _drawn(rng, NAMES, count)
+    prompt, left, steps = f"sort {' '.join(items)} ?", list(items), []
     while left:
         left.remove(least := min(left))
         steps.append(f"least {least} rest {' '.join(left)}".rstrip())
-    return prompt, [*steps, f"final {max(pairs)}"]
+    return prompt, [*steps, f"final {max(items)}"]
 
 
 def _add(rng: np.random.Generator, count: int) -> Steps:
-    """Two numbers, a column a step from the last one on, with the carry written out; columns have names."""
-    columns = [f"{LETTERS[i // 26]} {LETTERS[i % 26]}" for i in rng.permutation(676)[:count]]
-    digits, carry, steps = rng.integers(0, 10, (count, 2)).tolist(), 0, []
-    told = " ; ".join(f"{name} {a} {b}" for name, (a, b) in zip(columns, digits, strict=True))
-    for name, (a, b) in zip(columns, digits, strict=True):
+    """Two numbers, a column a step from the last one on: its digits, what was carried, both digits of their sum."""
+    numbers, digits, carry, steps = _numbers(rng, count), rng.integers(0, 10, (count, 2)).tolist(), 0, []
+    told = " ; ".join(f"{number} {a} {b}" for number, (a, b) in zip(numbers, digits, strict=True))
+    for number, (a, b) in zip(numbers, digits, strict=True):
         total = a + b + carry
-        steps.append(f"{name} : {a} + {b} + {carry} = {total % 10} carry {total // 10}")
+        steps.append(f"{number} {a} {b} {carry} = {total // 10} {total % 10}")
         carry = total // 10
-    return f"add {told} ?", [*steps, f"final carry {carry}"]
+    return f"add {told} ?", [*steps, f"final {carry}"]
 
 
 def _passcode(rng: np.random.Generator, count: int, in_prompt: bool) -> Steps:
     """A code before a chain and behind it: said in the prompt, or worked out in the answer's first step."""
-    code, more = rng.integers(0, 10, (2, 4))
+    code, more = rng.integers(0, 10, 4), rng.integers(1, MOST + 1, 4)
     said = lambda digits: " ".join(map(str, digits))
     chain, steps = _chain(rng, count, False)
     if in_prompt:
         return f"code {said(code)} ; {chain}", [*steps[:-1], f"final code {said(code)}"]
+    sums = " : ".join(f"{a} + {b}" for a, b in zip(code, more, strict=True))
+    done = " : ".join(f"{a} + {b} = {(a + b) % 10}" for a, b in zip(code, more, strict=True))
     found = said((code + more) % 10)
-    first = f"code {said(code)} + {said(more)} = {found}"
-    return f"code from {said(code)} + {said(more)} ; {chain}", [first, *steps[:-1], f"final code {found}"]
+    return f"code from {sums} ; {chain}", [f"{done} : code {found}", *steps[:-1], f"final code {found}"]
 
 
 def _in_prompt(rng: np.random.Generator, count: int) -> Steps:
@@ -133,13 +150,19 @@ def drawn(task: Task, name: str, index: int) -> Steps:
     """A prompt, and as many steps as an answer's tokens have room for.
 
     Raises:
-      ValueError: no room for a step, or a prompt and an answer beyond the model's positions.
+      ValueError: no room for a step, room for more than there are words for, or a prompt and an answer beyond the
+        model's positions.
     """
+    most = len(NAMES) if name == "sorting" else len(NUMBERS)
     answer, make = task.answer or ANSWER, KINDS[name][0]
     tokens = lambda text: len(task.ids(text.split()))
     steps_of = lambda count: make(task.rng(name, index), count)
     too_long = lambda count: tokens(text_of(steps_of(count)[1])) >= answer  # the token that ends it included
-    count = bisect.bisect_left(range(1, answer), True, key=too_long)
+    count = bisect.bisect_left(range(1, min(answer, most + 1)), True, key=too_long)
+    if count == most:
+        raise ValueError(
+            f"{name} has fewer than {most} steps, which answer={answer} goes beyond; give a smaller --answer"
+        )
     if count == 0:
         least = tokens(text_of(steps_of(1)[1])) + 1
         raise ValueError(f"{name} needs {least} tokens of an answer for a step; give --answer {least} or more")

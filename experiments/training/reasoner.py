@@ -16,10 +16,10 @@ import tyro
 from jaxtyping import Array, PyTree
 
 from kvjax.experiments import corpus
-from kvjax.experiments.tasks.aloud import KINDS, VOCABULARY, text_of
+from kvjax.experiments.tasks.aloud import DIGITS, KINDS, NAMES, NUMBERS, VOCABULARY, text_of
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.embedded import induction_start, previous_token_start
-from kvjax.experiments.training.loop import ANSWER, FIRST
+from kvjax.experiments.training.loop import FIRST
 from kvjax.models import LanguageModel, ModelConfig, Rope, save
 from kvjax.models.tokenizer import write_tokenizer
 from kvjax.run.layers import without_cache
@@ -40,7 +40,7 @@ CONFIG: Final = ModelConfig(
     bos_id=IDS[corpus.BOS],
     eos_ids=(IDS[corpus.EOS],),
 )
-_STD = 0.1  # of embeddings
+_STD, _CIRCLES = 0.1, 8  # of embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,29 +55,23 @@ class Stage(loop.DocumentStage):
 
 
 CURRICULUM: Final = (
-    Stage(1500, 128, 24, most=4, until=0.97),
-    Stage(900, 256, 12, most=12, until=0.985),
-    Stage(700, 512, 7, most=30, until=0.99),
-    Stage(600, 1024, 4, most=70, until=0.995),
-    Stage(400, 2048, 2, most=140, rate=(1.0, 0.02)),
+    Stage(1200, 128, 24, most=8, until=0.985),
+    Stage(700, 256, 12, most=24, until=0.99),
+    Stage(600, 512, 7, most=60, until=0.996),
+    Stage(500, 1024, 4, most=130, rate=(1.0, 0.4)),
+    Stage(400, 2048, 2, most=255, rate=(0.4, 0.02)),
 )
 
 
 def document(rng: np.random.Generator, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts and answers until a document is full: token ids, and the class of each.
-
-    What follows the last "=" of a step costs as answers do, and says how many are right.
-    """
+    """Prompts and answers until a document is full: token ids, and the class of each; answers alone cost."""
     tokens, classes, kinds = [], [], [*KINDS.values()]
     while len(tokens) < stage.length + 1:
         make, _ = kinds[rng.integers(len(kinds))]
         prompt, steps = make(rng, int(rng.integers(1, stage.most + 1)))
         asked, answer = [corpus.BOS, *prompt.split()], [*text_of(steps).split(), corpus.EOS]
-        results = [i for i, word in enumerate(answer) if word == "="]
-        of_answer = np.full(len(answer), ANSWER)
-        of_answer[np.array(results, int) + 1] = FIRST
         tokens += [IDS[word] for word in (*asked, *answer)]
-        classes += [0] * len(asked) + of_answer.tolist()
+        classes += [0] * len(asked) + [FIRST] * len(answer)
     return np.array(tokens[: stage.length + 1]), np.array(classes[: stage.length + 1])
 
 
@@ -88,9 +82,16 @@ def batch(seed: int, step: int, stage: Stage) -> tuple[np.ndarray, np.ndarray, n
 
 
 def initial_params(key: Array) -> PyTree[Any]:
-    """Random parameters, with heads that look one token back and heads that go on as before."""
+    """Random parameters, with heads that look one token back, heads that go on as before, and ordered words on circles.
+
+    A word's successor is then its embedding, turned, and which of two comes first is a direction.
+    """
     params = loop.initialised(LanguageModel(CONFIG).shapes, key, embedding_std=_STD)
     params = jax.tree.map(np.array, params)
+    for words, turns in ((DIGITS, 1.0), (NAMES, 0.5), (NUMBERS, 1.0)):
+        angle = 2 * np.pi * turns * np.arange(len(words))[:, None] / len(words) * 2.0 ** np.arange(_CIRCLES)
+        circles = _STD * 2 * np.concatenate([np.cos(angle), np.sin(angle)], 1)
+        params["embed_tokens"][[IDS[w] for w in words], 1 : 1 + 2 * _CIRCLES] = circles
     previous_token_start(params, c=CONFIG)
     induction_start(params, c=CONFIG)
     return jax.tree.map(jnp.asarray, params)
