@@ -79,6 +79,7 @@ PRESETS: Final[dict[str, Preset]] = {
     # a size of each family since
     "gpt-oss-20b": Preset("openai/gpt-oss-20b"),
     "gpt-oss-120b": Preset("openai/gpt-oss-120b"),
+    "command-r7b": Preset("CohereLabs/c4ai-command-r7b-12-2024"),
     "smollm3-3b": Preset("HuggingFaceTB/SmolLM3-3B"),
     "olmo-2-7b-instruct": Preset("allenai/OLMo-2-1124-7B-Instruct"),
     "olmo-3-7b-instruct": Preset("allenai/Olmo-3-7B-Instruct"),
