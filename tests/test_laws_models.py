@@ -128,8 +128,12 @@ def test_what_a_prompt_refuses_a_state_that_was_read_refuses(name, policy, messa
     ("name", "read", "message"),
     [
         ("latent", lambda m, p, ids: kvjax.plan_memory(m.config, methods.think(), **PLAN), "keys; choose a policy"),
-        ("two sizes", lambda m, p, ids: probes.fit_filters(m, p, ids), "store heads of 2 shapes"),
-        ("sharing", lambda m, p, ids: analysis.read(m, p, ids, ids), "read other layers' keys and values"),
+        (
+            "two sizes",
+            lambda m, p, ids: probes.fit_filters(m, p, ids),
+            r"layers \[0, 1\] store heads of 2 shapes, \[KVShape\(num_kv_heads=2, head_dim=8",
+        ),
+        ("sharing", lambda m, p, ids: analysis.read(m, p, ids, ids), r"\[2, 3\] read other layers' keys and values"),
         ("two sizes", lambda m, p, ids: m(p, ids, attend=gated(np.ones((2, 2)), **ROWS)), "a layer has 1 kv heads"),
     ],
 )

@@ -12,11 +12,16 @@ import pytest
 
 import kvjax
 from kvjax import contract, methods, models
+from kvjax.contract import kv_layers
 from kvjax.models import gpt2
 from kvjax.observe import Reread
+from kvjax.run.layers import without_cache
+from kvjax.run.prefill_each import Stored, read_whole
+from kvjax.run.state import Prompts
 from tests import tensors
 from tests.kept import digest
 from tests.tensors import live_positions
+from tests.test_laws_models import made
 from tests.test_storage import ALIBI
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "kvzip.json").read_text())
@@ -103,6 +108,36 @@ def test_layers_may_be_read_again_in_ways_of_their_own(tiny):
     assert [len(head) for row in held[2] for head in row] == [8] * 4
 
 
+@pytest.mark.slow
+def test_where_last_layers_read_others_keys_it_is_what_rows_pay_in_those_that_hold_some():
+    """By hand, of the prompt and a repetition of each chunk as one text that is read without a cache."""
+    (model, params), how = made("sharing"), Reread(**ASKED)
+    ids, held, most = np.asarray(tensors.token_ids(1, T)), kv_layers(model.config), 0.0
+    for first in how.firsts(T):
+        text = np.concatenate([ids[0], how.rows(ids[0], first, T)])
+        pos = np.arange(len(text))
+        plain, told = without_cache(jnp.asarray(pos[None])), []
+
+        def attend(cache, q, k, v, *, rotate, logits, plain=plain, told=told, pos=pos, **more):
+            if k is not None:
+                turned = rotate(jnp.repeat(k, q.shape[1] // k.shape[1], axis=1), pos[None, None])
+                told.append((jnp.einsum("nrh,nsh->nrs", rotate(q, pos[None, None])[0], turned[0]), logits.window))
+            return plain(cache, q, k, v, rotate=rotate, logits=logits, **more)
+
+        model(params, text[None], attend=attend)
+        chunk = (pos >= first) & (pos < min(first + how.chunk, T))
+        seen = (pos[:, None] >= pos) & (chunk | (pos < min(how.sinks, first)) | (pos >= T))
+        seen = [seen & (pos[:, None] - pos < (window or len(pos))) for _, window in told]
+        rows = [jax.nn.softmax(jnp.where(m, x, -jnp.inf), -1)[:, T:, :T] for (x, _), m in zip(told, seen, strict=True)]
+        most = np.maximum(most, [np.where(chunk[:T], p.reshape(2, -1, T).max(1), 0.0) for p in rows])
+    stored = Stored((contract.Layout(),) * len(held), (how,))
+    prompts = {"max_new_tokens": 0, "policies": (), "stored": stored}
+    _, _, stats = read_whole(model, params, Prompts(ids, np.array([T], np.int32)), **prompts)
+    np.testing.assert_allclose([stats.of(i)[how][0] for i in range(len(held))], most, atol=1e-5)
+    _, state = kvjax.prefill(model, params, ids, policy=kvzip(8), max_new_tokens=1)
+    assert state.num_live.sum(-1).tolist() == [[16, 16]]
+
+
 def test_it_is_refused_where_it_cannot_be(shallow):
     model, params = shallow
     read = functools.partial(kvjax.prefill, model, params, IDS, max_new_tokens=1)
@@ -110,6 +145,9 @@ def test_it_is_refused_where_it_cannot_be(shallow):
         read(policy=kvzip(8, suffix=(61,)))
     with pytest.raises(ValueError, match="outside of jit"):
         jax.eval_shape(lambda ids: read(policy=kvzip(8), lengths=ids[:, 0]), jnp.asarray(IDS))
+    each = {"tova": methods.tova(8), "kvzip": kvzip(8, suffix=(61,))}
+    with pytest.raises(ValueError, match="kvzip: token id 61 is outside the vocabulary"):
+        kvjax.prefill_each(model, params, IDS, each, max_new_tokens=1)
     state = kvjax.start(model, policy=kvzip(8), lengths=LENGTHS, max_new_tokens=1)
     with pytest.raises(ValueError, match=r"forward\(evict=True\) reads them once; use kvjax.prefill"):
         kvjax.forward(model, params, IDS, state, valid=LENGTHS, evict=True)

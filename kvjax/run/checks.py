@@ -177,11 +177,16 @@ def check_state(model: Model, params: PyTree, state: State) -> None:
 def check_one_shape(model: Model) -> None:
     """Refuses a model whose layers cannot be stacked: they differ in heads, or some read another's keys and values."""
     config = model.config
-    if kv_sources(config):
-        raise ValueError("layers of the model read other layers' keys and values, which is not supported here")
-    shapes = {kv_shape(config, n) for n in kv_layers(config)}
+    if sources := [*kv_sources(config)]:
+        raise ValueError(
+            f"layers {sources} read other layers' keys and values; give a model whose layers hold their own"
+        )
+    shapes = {kv_shape(config, n): n for n in kv_layers(config)}
     if len(shapes) > 1:
-        raise ValueError(f"layers of the model store heads of {len(shapes)} shapes; here all must store the same")
+        raise ValueError(
+            f"layers {[*shapes.values()]} store heads of {len(shapes)} shapes, {[*shapes]}; give a model whose layers "
+            "store the same"
+        )
 
 
 def check_logits(model: Model, state: State, logits: Array) -> None:

@@ -126,6 +126,8 @@ def prefill_each(
         try:
             plan, _ = planned(policy, infos_of(model.config, policy, T, steps), prompts.lengths)
             check_block(plan, None, T)
+            if plan.again:
+                check_rereads(model, plan, not traced(*prompts))
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from e
         if learns(policy, plan.infos):

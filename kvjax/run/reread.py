@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.contract import EMPTY, Model, Positions, Rotate, Stats, kv_sources, turned_queries
+from kvjax.contract import EMPTY, Model, Positions, Rotate, Stats, kv_layers, kv_sources, turned_queries
 from kvjax.observe import Queries, Reread
 from kvjax.pallas_kernels import Logits
 from kvjax.pallas_kernels.columns import accumulator
@@ -34,8 +34,11 @@ def check_rereads(model: Model, plan: Plan, known: bool) -> None:
             "the policy reads prompts again before anything is evicted, which needs known prompts; read them outside "
             "of jit"
         )
-    if kv_sources(model.config):
-        raise ValueError("the policy reads prompts again, but layers of the model read other layers' keys and values")
+    if early := [n for n in kv_sources(model.config) if n < kv_layers(model.config)[-1]]:
+        raise ValueError(
+            f"the policy reads prompts again, but layers {early} read other layers' keys and values, and layers behind "
+            "them hold some; choose a policy that reads prompts once"
+        )
     width, config = plan.infos[0].prompt_len, model.config
     for how in plan.again:
         check_ids(model, (*how.repeat, *how.repeat_next, *how.suffix))
@@ -62,6 +65,7 @@ def repeated(
     after each layer of each chunk.
     """
     T, plan, (outer, each) = tokens.shape[1], state.plan, model.parts(params)
+    asked = kv_layers(model.config)[-1] + 1  # of those behind, nobody sees the rows
     for how in plan.again:
         found, R = [jnp.zeros(kv.pos.shape) for kv in state.layers], how.most(T)
         for first in how.firsts(T):
@@ -72,7 +76,7 @@ def repeated(
             attends = [Repeat(pos, jnp.int32(first), state.length, how, size) for size in sizes]
             every = [*zip(range(len(attends)), state.layers, attends, strict=True)]
             others = [(None, own, Positions(pos)) for own in state.others]
-            for n, (i, kv, attend) in enumerate(in_turn(model, every, others)):
+            for n, (i, kv, attend) in enumerate(in_turn(model, every, others)[:asked]):
                 x, _, new = layer_step(model, model.alike[n], each[n], x, kv, attend)
                 if i is not None and new is not None:
                     found[i] = jnp.maximum(found[i], new)
