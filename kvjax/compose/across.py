@@ -301,10 +301,10 @@ class SharedLayers(_Joint):
         if isinstance(policy, Evict) and self.by != "statistics":
             if ctxs[0].phase == "decode" and not policy.when.decodes:
                 return layers
-            kept = tuple(map(policy.update_memory, layers, stats, ctxs))
+            kept, rank = tuple(map(policy.update_memory, layers, stats, ctxs)), policy.ranked
 
             def shared() -> Float[Array, "B K S"]:
-                each = [policy.ranked(*x)[1:] for x in zip(kept, stats, ctxs, strict=True)]
+                each = [rank(*x)[1:] for x in zip(kept, stats, ctxs, strict=True)]
                 scores, unscored = map(jnp.stack, zip(*each, strict=True))
                 score = scores.max(0) if self.by == "max" else (scores / len(kept)).sum(0)
                 return jnp.where(unscored.any(0)[..., None], jnp.nan, score)

@@ -47,7 +47,7 @@ def layer_mean(x: Float[Array, "B K S"], pos: Int[Array, "B K S"], most: bool = 
         return jnp.broadcast_to(x.max(1, keepdims=True) if most else x.mean(1, keepdims=True), x.shape)
 
     def by_position() -> Array:
-        found = sum_by_position(x.reshape(B, K * S), pos.reshape(B, K * S), most)
+        found = sum_by_position(x.reshape(B, K * S), pos.reshape(B, K * S), most=most)
         return (found if most else found / K).reshape(x.shape)
 
     return lax.cond((pos == pos[:, :1]).all(), by_slot, by_position)
@@ -56,7 +56,7 @@ def layer_mean(x: Float[Array, "B K S"], pos: Int[Array, "B K S"], most: bool = 
 layer_most = functools.partial(layer_mean, most=True)
 
 
-def sum_by_position(x: Float[Array, "R M"], pos: Int[Array, "R M"], most: bool = False) -> Float[Array, "R M"]:
+def sum_by_position(x: Float[Array, "R M"], pos: Int[Array, "R M"], *, most: bool = False) -> Float[Array, "R M"]:
     """For every number the sum, or the `most`, of those of its row at its position; 0 where that is EMPTY."""
     row, order = jnp.arange(len(x))[:, None], jnp.argsort(pos, axis=-1)
     place = jnp.take_along_axis(pos, order, -1)
