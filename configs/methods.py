@@ -99,15 +99,22 @@ def random_attention(budget: Count, *, every: int = 128) -> Policy:
     return methods.random_attention(Combined("sum", (1.0, budget)), every=every)
 
 
-def triattention(budget: Count, centres: Any, *, every: int = 128) -> Policy:
+def triattention(
+    budget: Count,
+    centres: Any,
+    *,
+    every: int = 128,
+    mode: Literal["per_layer_per_head", "per_head", "union"] = "per_layer_per_head",
+) -> Policy:
     """Keeps the whole prompt, and keys that the centres of queries will pay to (TriAttention, arXiv 2604.04921).
 
     Args:
       budget: live tokens a kv head and layer beside the prompt.
       centres: those of the model's queries.
       every: tokens by which a cache grows before it is cut.
+      mode: whether no heads keep the same tokens, kv heads of one index in all layers, or all heads of all layers.
     """
-    return methods.triattention(Combined("sum", (1.0, budget)), **centres, every=every)
+    return methods.triattention(Combined("sum", (1.0, budget)), **centres, every=every, mode=mode)
 
 
 def streaming_llm(

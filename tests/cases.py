@@ -81,6 +81,12 @@ def _plain(method, **options):
     return lambda b, s: method(b, **options)
 
 
+def _triattention(b, s, **options):
+    """A quarter of the budget beside the prompt, and centres that are drawn."""
+    centres = s.normal(8, s.L, s.N, s.H), 3 + s.normal(9, s.L, s.N, s.H) ** 2
+    return methods.triattention(budgets.Combined("sum", (1.0, budgets.Times(b, 0.25))), *centres, every=2, **options)
+
+
 def _first_channel(kv, stats, ctx):
     return -jnp.abs(kv.k[..., 0])
 
@@ -117,12 +123,9 @@ METHODS = {
     "r_kv": _plain(methods.r_kv, window=3, kernel=3, buffer=2),
     "lazy_eviction": _plain(methods.lazy_eviction, threshold=0.05, window=3),
     "vase": _plain(methods.vase, window=3, kernel=3, sinks=2),
-    "triattention": lambda b, s: methods.triattention(
-        budgets.Combined("sum", (1.0, budgets.Times(b, 0.25))),
-        s.normal(8, s.L, s.N, s.H),
-        3 + s.normal(9, s.L, s.N, s.H) ** 2,
-        every=2,
-    ),
+    "triattention": _triattention,
+    "triattention_per_head": functools.partial(_triattention, mode="per_head"),
+    "triattention_union": functools.partial(_triattention, mode="union"),
     "window": _plain(methods.window),
     "window_sinks": lambda b, s: replace(methods.window(b), sinks=2),
     "streaming_llm": _plain(methods.streaming_llm, sinks=2),
@@ -403,7 +406,7 @@ EASYKV = {
 CASES: dict[str, Callable[..., Any]] = METHODS | VARIANTS | KVPRESS | EASYKV | COMPOSITIONS
 
 # Those whose layers differ. Where one decision is made for all of them, the first one's numbers decide draws.
-SHARED = {"nacl_global", "shared_layers", "shared_layers_snapkv"}
+SHARED = {"nacl_global", "shared_layers", "shared_layers_snapkv", "triattention_per_head", "triattention_union"}
 BY_LAYER = {
     "triattention",
     *("pyramidkv", "ada_pyramid", "headkv", "q_filters", "kvzap", "kvzap_threshold", "quest", "duo_attention"),

@@ -91,7 +91,7 @@ def batches(cases):
 def make_policy(expression, case):
     """What the table says, for one compression ratio or capacity."""
     names = NAMES | {"L": case["layers"], "c": case.get("c")}
-    for draw in ("drawn", "uniform", "spread"):
+    for draw in ("drawn", "uniform", "spread", "centres"):
         names[draw] = functools.partial(getattr(peer_tensors, draw), case)
     names["linear"] = lambda weights: lambda x, layer: x @ jnp.asarray(weights)[layer].swapaxes(-1, -2)
     if "r" in case:

@@ -81,7 +81,7 @@ ANEW = {"kvpress_adakv_curdkv", "kvpress_adakv_expected_attention", "kvpress_dms
 
 # Rows in which a token's fate depends on the place of its head: draws are by head, tables have a row a head.
 BY_HEAD = {
-    *("random_attention", "vase", "triattention"),
+    *("random_attention", "vase", "triattention", "triattention_per_head"),
     *("keyformer", "keyformer_per_key", "keyformer_rank", "keyformer_released", "keyformer_share_batch"),
     *("keyformer_damped", "shared_layers", "random", "random_run", "kvpress_random", "easykv_both_random", "nacl"),
     *("nacl_given", "nacl_begin", "nacl_from_all", "nacl_uniform", "nacl_normalised", "nacl_headbug", "nacl_grouped"),
@@ -101,7 +101,8 @@ SMALL_PARTS = {"many_then_few", "chain_of_partitions"}
 
 # Rows whose budget is beside the prompt, or grows with it, and holds any.
 PROMPT_OUTSIDE = {
-    *("random_attention", "triattention", "window_of_generated", "kvpress_ratio_decoding"),
+    *("random_attention", "triattention", "triattention_per_head", "triattention_union", "window_of_generated"),
+    "kvpress_ratio_decoding",
     *(f"easykv_decoding_{x}" for x in ("roco", "mas", "h2o", "tova", "recency", "random")),
 }
 
@@ -126,6 +127,8 @@ NO_TWO_SHAPES = dict.fromkeys(
         "nacl_global",
         "shared_layers",
         "shared_layers_snapkv",
+        "triattention_per_head",
+        "triattention_union",
         "across_layers_entropy",
         "across_layers_preference",
         "across_layers_top_scores",
@@ -175,6 +178,7 @@ QUICK = {
 DECODED = {
     *("h2o", "streaming_llm", "h2o_pooled", "keyformer", "fastgen_pooled", "tova_when_over_3", "partition_heads"),
     *("scissorhands", "snapkv_then_h2o", "random_attention", "vase", "lazy_eviction", "pages", "triattention"),
+    "triattention_union",
 }
 FEW = {"h2o", "ada_snapkv", "quest"}
 

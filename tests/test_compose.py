@@ -123,6 +123,8 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
             lambda: kvjax.shared_layers(kvjax.chain(kvjax.partition({"a": H2O}, "a"), methods.window(9))),
             "one decision is made for all layers, but a partition gives layers policies of their own",
         ),
+        (lambda: kvjax.shared_layers(kvjax.chain(H2O, FULL, H2O), "mean"), "the policy is Chain with heads=None; give"),
+        (lambda: kvjax.shared_layers(methods.ada_snapkv(9, window=2), "max"), r"Evict with heads=Adaptive\(.*\); give"),
         (lambda: kvjax.chain(methods.streaming_llm(8), H2O), 'use positions="rank" in a chain'),
         (lambda: dataclasses.replace(H2O, layout=Layout("shifted")), "but here are TopK by Accumulated and sinks=0"),
         (lambda: kvjax.protect(methods.streaming_llm(8), sinks=0.1, recent=1), "by Recency and sinks=0.1; use"),
@@ -281,6 +283,34 @@ def test_layers_that_share_a_decision_share_all_their_statistics():
     found = kept(kvjax.shared_layers(alone))
     assert found == [best(sum(votes))] * 3
     assert all(best(x) != found[0] for x in votes)
+
+
+@pytest.mark.parametrize("by", ["mean", "max"])
+def test_layers_that_share_scores_keep_the_best_by_their_mean_or_their_largest(by):
+    alone = methods.keydiff(6)
+    scores = np.stack([x[0] for x in tensors.evicted(alone, LAYERS)[1]])
+    shared = scores.mean(0) if by == "mean" else scores.max(0)
+    found = kept(kvjax.shared_layers(alone, by))
+    assert found == [np.sort(np.argsort(-shared)[:, :6]).tolist()] * 3
+    assert kept(alone)[0] != found[0]
+
+
+@pytest.mark.slow
+def test_every_layer_remembers_its_own_score():
+    """The mean of votes keeps what their sum keeps, while decoding, too: one is of memories, the other has one."""
+    layers = [{name: x[:1] for name, x in zip("qkv", tensors.qkv(seed, T=M), strict=True)} for seed in range(3)]
+    run = lambda *by: tensors.replay(kvjax.shared_layers(methods.h2o(8), *by), layers, T)
+    theirs, ours = run(), run("mean")
+    assert ours.live == theirs.live
+    assert [live_positions(kv) for kv in ours.state.layers] == [ours.live[-1]] * 3
+    own = [np.asarray(kv.memory.score) for kv in ours.state.layers]
+    assert np.abs(own[0] - own[1]).max() > 0.01
+
+
+def test_scores_that_are_no_numbers_in_one_layer_are_a_fault_of_the_decision():
+    nothing = lambda kv, stats, ctx: jnp.where(ctx.layer == 1, jnp.nan, kv.pos.astype(jnp.float32))
+    layers = tensors.evicted(kvjax.shared_layers(kvjax.from_fn(nothing, 6), "mean"), LAYERS)[0]
+    assert all(np.asarray(kv.fault).all() for kv in layers)
 
 
 @pytest.mark.slow

@@ -38,9 +38,11 @@ def test_the_same_tokens(row):
             recorded.check_prompts(policy, cases, row.check)
             continue
         seen = recorded.replay(policy, cases, row.block)
+        each = [live_positions(kv) for kv in seen.state.layers]
         for i, case in enumerate(cases):
-            for ours, theirs in zip(seen.live[-1][i], case["kept"][0], strict=True):
-                recorded.compare(ours, theirs, row.check)
+            for live, kept in zip(each, case["kept"], strict=True):
+                for ours, theirs in zip(live[i], kept, strict=True):
+                    recorded.compare(ours, theirs, row.check)
         stored_as_recorded(seen.kv.view(), cases, merged="merging" in row.policy)
 
 
@@ -113,7 +115,7 @@ def test_what_the_page_calls_are_policies():
     given = {"a": methods.knorm(8), "score": lambda kv, stats, ctx: kv.pos, "ratios": (0.5, 0.25), "r": 0.5}
     given |= {"gates": np.eye(4, 2), "filters": np.ones((4, 2, 8)), "importance": np.ones((4, 4)), "L": 4, "c": 64}
     given |= {"mean": np.ones((4, 4, 8)), "covariance": np.ones((4, 4, 8, 8)), "function": lambda x, layer: x}
-    given |= {"curves": np.full((99, 4, 4), 0.5)}
+    given |= {"curves": np.full((99, 4, 4), 0.5), "centres": dict.fromkeys(("mean", "length"), np.ones((4, 4, 8)))}
     modules = "dataclasses|kvjax|methods|papers|factory|kvpress|easykv|parts"
     for call in re.findall(rf"`((?:{modules})\.\w+\(.*?\))`", recorded.PAGE.read_text()):
         names = recorded.NAMES | given | {"b": methods.tova(8) if "chain" in call else kvpress.kept(0.5)}

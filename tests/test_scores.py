@@ -15,6 +15,7 @@ from kvjax.scores.blends import (
     Blend,
     Standardized,
     ValueWeighted,
+    layer_most,
     pool_in_order,
     sum_by_position,
 )
@@ -181,13 +182,24 @@ def test_pooling_is_that_of_windows(kernel):
         np.testing.assert_allclose(found[0, 0], wanted, rtol=1e-5)
 
 
-def test_numbers_of_one_position_are_summed():
+def test_numbers_of_one_position_are_summed_and_compared():
     pos = np.random.default_rng(0).integers(-1, 5, (3, 12)).astype(np.int32)
     pos[2] = 4  # one position alone
     x = np.random.default_rng(1).random((3, 12), np.float32)
     same = (pos[:, :, None] == pos[:, None]) & (pos >= 0)[:, :, None]
     found = sum_by_position(jnp.asarray(x), jnp.asarray(pos))
     np.testing.assert_allclose(found, (same * x[:, None]).sum(-1), rtol=1e-6)
+    most = sum_by_position(jnp.asarray(-x), jnp.asarray(pos), most=True)
+    largest = np.where(same, -x[:, None], -np.inf).max(-1)
+    np.testing.assert_array_equal(most, np.where(pos >= 0, largest, 0.0))
+
+
+def test_heads_share_the_largest_score_of_a_token_wherever_they_hold_it():
+    """By slot where heads hold the same tokens, by position where they do not."""
+    pos, x = jnp.array([[[0, 1, 2], [0, 1, 2]]]), jnp.array([[[-1.0, -5.0, 2.0], [-3.0, -4.0, 7.0]]])
+    assert layer_most(x, pos).tolist() == [[[-1.0, -4.0, 7.0]] * 2]
+    turned = pos.at[0, 1].set(jnp.array([2, -1, 0]))
+    assert layer_most(x, turned).tolist() == [[[7.0, -5.0, 2.0], [2.0, 0.0, 7.0]]]
 
 
 # ------------------------------------------------------------------------------------------------ the last rows

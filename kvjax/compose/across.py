@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,12 @@ from kvjax.contract import (
     Policy,
     Ratio,
     Reads,
+    Score,
     Size,
     Sizes,
     Slots,
     Stats,
+    compiled,
     unique,
     value,
 )
@@ -214,15 +216,38 @@ class _Joint(Policy):
         return self.policy.reserve(kv, ctx)
 
 
+class _Known(Score):
+    """Scores that are known when they are asked for.
+
+    Attributes:
+      found: gives them.
+    """
+
+    found: Callable[[], Array]
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return self.found()
+
+
 class SharedLayers(_Joint):
-    """One decision for all layers, by the sum of their statistics: the first layer decides.
+    """One decision for all layers: the first layer decides.
 
     Attributes:
       policy: how it decides.
+      by: what it decides by: the sum of the layers' "statistics", or of an `Evict` the "mean" or the "max" of their
+        scores.
     """
+
+    by: Literal["statistics", "mean", "max"] = "statistics"
 
     def __post_init__(self):
         refuse_joint((self.policy,), "shared layers")
+        if self.by != "statistics" and (not isinstance(self.policy, Evict) or self.policy.heads is not None):
+            raise ValueError(
+                f'by="{self.by}" joins the scores of heads of equal budgets, but the policy is '
+                f"{type(self.policy).__name__} with heads={getattr(self.policy, 'heads', None)!r}; give an Evict with "
+                "heads=None"
+            )
         if wrong := [p.when for p in having(self.policy, "when") if p.when.before]:
             raise ValueError(f"one decision follows a step, but {wrong[0]} decides before it")
         if own := sorted({*self.policy.writes} - {"log_weight"}):
@@ -271,12 +296,26 @@ class SharedLayers(_Joint):
     def update_layers(
         self, layers: tuple[LayerView, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]
     ) -> tuple[LayerView, ...]:
-        """All layers after the first one has decided by the sum of their statistics."""
-        own = self.policy.observe(ctxs[0].phase)
-        total = Stats((o, jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats))) for o in own)
-        first = self.policy.update(layers[0], total, ctxs[0])
-        same = {name: getattr(first, name) for name in ("pos", "fault", "memory", "channels", *self.writes)}
-        return tuple(kv.replace(**same) for kv in layers)
+        """All layers after the first one has decided by what they share."""
+        policy, same = self.policy, ("pos", "fault", "channels", *self.writes)
+        if isinstance(policy, Evict) and self.by != "statistics":
+            if ctxs[0].phase == "decode" and not policy.when.decodes:
+                return layers
+            kept, rank = tuple(map(policy.update_memory, layers, stats, ctxs)), policy.ranked
+
+            def shared() -> Float[Array, "B K S"]:
+                each = [rank(*x)[1:] for x in zip(kept, stats, ctxs, strict=True)]
+                scores, unscored = map(jnp.stack, zip(*each, strict=True))
+                score = scores.max(0) if self.by == "max" else (scores / len(kept)).sum(0)
+                return jnp.where(unscored.any(0)[..., None], jnp.nan, score)
+
+            first = compiled(policy, score=_Known(shared)).update(layers[0], stats[0], ctxs[0])
+        else:
+            kept, same = layers, (*same, "memory")
+            own = policy.observe(ctxs[0].phase)
+            total = Stats((o, jax.tree.map(lambda *x: sum(x), *(seen[o] for seen in stats))) for o in own)
+            first = policy.update(layers[0], total, ctxs[0])
+        return tuple(kv.replace(**{name: getattr(first, name) for name in same}) for kv in kept)
 
 
 class AcrossLayers(_Joint):
@@ -334,13 +373,19 @@ class AcrossLayers(_Joint):
         return dataclasses.replace(ctx, hparams=ctx.hparams[0])
 
 
-def shared_layers(policy: Policy) -> Policy:
-    """The same tokens in all layers: statistics are summed over layers, and the one decision is applied by each.
+def shared_layers(policy: Policy, by: Literal["statistics", "mean", "max"] = "statistics") -> Policy:
+    """The same tokens in all layers: one decision is made by what all of them share, and applied by each.
+
+    Args:
+      policy: how it is made.
+      by: what it is made by: the sum of the layers' "statistics", or of an `Evict` the "mean" or the "max" of their
+        scores.
 
     Raises:
-      ValueError: a policy that decides before a step, that changes what slots hold, or that is joint itself.
+      ValueError: a policy that decides before a step, that changes what slots hold, or that is joint itself; scores to
+        share of what is no `Evict`, or of heads with budgets of their own.
     """
-    return SharedLayers(policy)
+    return SharedLayers(policy, by)
 
 
 def across_layers(policy: Evict, by: Weigher, *, max_ratio: Ratio = 2.0) -> Policy:

@@ -143,15 +143,21 @@ class Value:
             made.__init__ = filled
 
 
-def compiled(x: Any) -> Any:
-    """A value with None in the fields that are data. Programs are compiled for it, and shared by it."""
+def compiled(x: Any, **fields: Any) -> Any:
+    """A value with None in the fields that are data. Programs are compiled for it, and shared by it.
+
+    Args:
+      x: the value.
+      fields: of it, others than its own.
+    """
     if isinstance(x, tuple):
         return tuple(map(compiled, x))
     if not dataclasses.is_dataclass(x) or isinstance(x, type):
         return x
     y = object.__new__(type(x))
     for f in dataclasses.fields(x):
-        object.__setattr__(y, f.name, None if f.metadata.get("blank") else compiled(getattr(x, f.name)))
+        own = None if f.metadata.get("blank") else compiled(getattr(x, f.name))
+        object.__setattr__(y, f.name, fields.get(f.name, own))
     return y
 
 

@@ -1,14 +1,15 @@
 """Methods that look at keys, values, hidden states, or a model of the queries to come."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from kvjax.budgets import STEP, Schedule
+from kvjax.compose.across import shared_layers
 from kvjax.compose.evict import Evict
-from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Size
+from kvjax.contract import Amount, Count, FrozenArrays, NonNegative, Policy, Score, Size
 from kvjax.decide.select import AtLeast, TopK
 from kvjax.observe import CentredQueries, ChunkAttention, FutureQueries, Hidden, OfLayer
 from kvjax.pallas_kernels.kinds import numbers
-from kvjax.scores.blends import Blend, Pooled, Standardized, ValueWeighted
+from kvjax.scores.blends import Blend, LayerMost, Pooled, Standardized, ValueWeighted
 from kvjax.scores.keys import (
     Capacity,
     Centred,
@@ -176,12 +177,12 @@ def triattention(
     length: Annotated[Any, numbers("L", "N", "H")],
     *,
     every: Size = 128,
-) -> Evict:
+    mode: Literal["per_layer_per_head", "per_head", "union"] = "per_layer_per_head",
+) -> Policy:
     """Keeps the whole prompt, and keys that the centres of queries will pay to (TriAttention, arXiv 2604.04921).
 
-    Queries before rotation lie around centres, so that what a key will get follows from its distance. The released
-    code's mode in which every layer and kv head has a set of its own. It evicts while decoding, when a head holds
-    `every` tokens beyond its budget.
+    Queries before rotation lie around centres, so that what a key will get follows from its distance. It evicts while
+    decoding, when a head holds `every` tokens beyond its budget.
 
     Args:
       budget: live tokens a kv head and layer after an eviction, the prompt included: `Combined("sum", (1.0, 512))` is
@@ -189,6 +190,13 @@ def triattention(
       mean, length: of a model's queries before rotation, the mean and the mean length of each channel's pair, as
         `kvjax.learning.probes.fit_centres` finds them.
       every: tokens by which a cache grows.
+      mode: which heads keep the same tokens, as in the released code. "per_layer_per_head": none. "per_head", the
+        default of its command line: kv heads of one index, by the mean over layers of their scores. "union": all heads
+        of all layers, by the largest score that any of them gives; the code's choice among the union of what heads
+        would keep is this one.
     """
-    queries = CentredQueries(FrozenArrays({"mean": mean, "length": length}))
-    return Evict(Centred(queries), budget, 1.0, when=Schedule(over=every))
+    score: Score = Centred(CentredQueries(FrozenArrays({"mean": mean, "length": length})))
+    policy = Evict(LayerMost(score) if mode == "union" else score, budget, 1.0, when=Schedule(over=every))
+    if mode == "per_layer_per_head":
+        return policy
+    return shared_layers(policy, "max" if mode == "union" else "mean")

@@ -1,5 +1,6 @@
 """Scores made of other scores: pooled, averaged over heads, weighted by values, standardized, added up."""
 
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -31,25 +32,37 @@ class LayerMean(OfScore):
         return apart(slots.kv.how.mesh, layer_mean, self.score(slots.of("score")), slots.kv.pos, axes=(DATA,))
 
 
-def layer_mean(x: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """The mean over heads of what the tokens of one position have, on the slots of these tokens."""
+class LayerMost(OfScore):
+    """The largest score that a token has in any kv head, so that all of them keep the same tokens."""
+
+    def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
+        return apart(slots.kv.how.mesh, layer_most, self.score(slots.of("score")), slots.kv.pos, axes=(DATA,))
+
+
+def layer_mean(x: Float[Array, "B K S"], pos: Int[Array, "B K S"], most: bool = False) -> Float[Array, "B K S"]:
+    """The mean over heads of what the tokens of one position have, on their slots; or the `most` of it."""
     B, K, S = x.shape
 
     def by_slot() -> Array:
-        return jnp.broadcast_to(x.mean(1, keepdims=True), x.shape)
+        return jnp.broadcast_to(x.max(1, keepdims=True) if most else x.mean(1, keepdims=True), x.shape)
 
     def by_position() -> Array:
-        return (sum_by_position(x.reshape(B, K * S), pos.reshape(B, K * S)) / K).reshape(x.shape)
+        found = sum_by_position(x.reshape(B, K * S), pos.reshape(B, K * S), most=most)
+        return (found if most else found / K).reshape(x.shape)
 
     return lax.cond((pos == pos[:, :1]).all(), by_slot, by_position)
 
 
-def sum_by_position(x: Float[Array, "R M"], pos: Int[Array, "R M"]) -> Float[Array, "R M"]:
-    """For every number the sum of those of its row that have its position; 0 where the position is EMPTY."""
+layer_most = functools.partial(layer_mean, most=True)
+
+
+def sum_by_position(x: Float[Array, "R M"], pos: Int[Array, "R M"], *, most: bool = False) -> Float[Array, "R M"]:
+    """For every number the sum, or the `most`, of those of its row at its position; 0 where that is EMPTY."""
     row, order = jnp.arange(len(x))[:, None], jnp.argsort(pos, axis=-1)
     place = jnp.take_along_axis(pos, order, -1)
     group = jnp.cumsum(place != jnp.roll(place, 1, -1), -1)
-    total = jnp.zeros_like(x).at[row, group].add(jnp.take_along_axis(x, order, -1))
+    total, own = jnp.full_like(x, -jnp.inf if most else 0.0).at[row, group], jnp.take_along_axis(x, order, -1)
+    total = total.max(own) if most else total.add(own)
     found = jnp.put_along_axis(x, order, total[row, group], -1, inplace=False)
     return jnp.where(pos == EMPTY, 0.0, found)
 

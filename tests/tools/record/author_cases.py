@@ -35,10 +35,11 @@ import math
 import os
 import pathlib
 import sys
+import tempfile
 import types
 import typing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -60,11 +61,12 @@ REPOSITORIES = {
     "KVCache-Factory": ("Zefan-Cai/KVCache-Factory", "5fb995d72366fff6d00620cd33fad99b38725907"),
     "AdaKV": ("FFY0/AdaKV", "1baceda55924419c444815f377b1a44e9a604402"),
     "EasyKV": ("DRSY/EasyKV", "a1d71cae3b562d9a709dda3741bd63e46a09ad31"),
+    "triattention": ("WeianMao/triattention", "c3744ee6a50522a1559a577f85aef2b165a344f2"),
 }
 """Where each clone is from, and at which commit.
 
 Of DefensiveKV, `kvpress/presses/efficient_ada_scorer_press_old.py` is that of commit cf9bc41dd6. `cakekv` is a copy of
-antgroup/cakekv.
+antgroup/cakekv. `triattention` is under the Apache License 2.0.
 """
 
 Heads = Sequence[torch.Tensor]
@@ -297,6 +299,63 @@ def easykv(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> 
     return [model.held.unbind()]
 
 
+class Appender:
+    """A model whose layers append keys and values of a case to what was left of those before them.
+
+    Args:
+      layers: the layers.
+    """
+
+    def __init__(self, layers: Layers):
+        self._each = [layers.projected(i)[1:] for i in range(len(layers.attention))]
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """One, which says that they are on the CPU."""
+        yield torch.empty(0)
+
+    def forward(
+        self, input_ids: torch.Tensor, past_key_values: Any = None, position_ids: Any = None, **_: Any
+    ) -> types.SimpleNamespace:
+        """Appends the tokens at the positions that it is given."""
+        at = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids[0]
+        held = past_key_values or [[x[:, :, :0] for x in pair] for pair in self._each]
+        each = zip(held, self._each, strict=True)
+        grown = [[torch.cat((x, y[:, :, at]), 2) for x, y in zip(old, new, strict=True)] for old, new in each]
+        return types.SimpleNamespace(past_key_values=grown, logits=None)
+
+
+def triattention(clone: Clone, setting: str, layers: Layers, case: dict[str, Any]) -> list[Heads]:
+    """Of TriAttention, which patches a model, with what its command line chooses; ties are broken by its seed."""
+    given = peer_tensors.centres(case)
+    heads = {"num_attention_heads": QUERY_HEADS, "num_key_value_heads": KV_HEADS}
+    config = types.SimpleNamespace(model_type="llama", rope_scaling=None, num_hidden_layers=case["layers"], **heads)
+    kinds = {"Sequence": Sequence, "Mapping": Mapping, "Path": pathlib.Path, "MethodType": types.MethodType}
+    parts = {"AutoConfig": types.SimpleNamespace(from_pretrained=lambda *_, **__: config), "sys": sys}
+    parts |= {"LlamaRotaryEmbedding": lambda config, device: layers.model.model.rotary_emb}
+    clone.define("triattention/common/stats_utils.py", "_require", "validate_stats_metadata", **kinds)
+    names = ("determine_rope_style", "rotate_half", "invert_rope", "to_complex_pairs", "HeadFrequencyStats")
+    names += ("build_rotary", "compute_frequency_scaling", "build_geometric_offsets", "score_keys_for_round")
+    names += ("compute_frequency_statistics_from_means", "save_head_frequency_stats", "load_head_frequency_stats")
+    clone.define("triattention/methods/pruning_utils.py", *names, **parts)
+    names = ("TriAttentionConfig", "TriAttention", "apply_triattention_patch")
+    clone.define("triattention/methods/triattention.py", *names, CausalLMOutputWithPast=types.SimpleNamespace)
+    mean, length = (torch.from_numpy(given[name]) for name in ("mean", "length"))
+    H, each = case["head_dim"], [*np.ndindex(case["layers"], QUERY_HEADS)]
+    pairs = {at: (torch.complex(*mean[at].split(H // 2)), length[at][: H // 2]) for at in each}
+    stats = {at: clone.names["HeadFrequencyStats"](*pair) for at, pair in pairs.items()}
+    chosen = {"count_prompt_tokens": True, "use_slack_trigger": True, "normalize_scores": True}
+    model = Appender(layers)
+    with tempfile.TemporaryDirectory() as folder:
+        chosen |= {"stats_path": pathlib.Path(folder) / "stats.pt", "model_path": pathlib.Path(folder)}
+        about = {"head_dim": H, "rope_style": "half"}
+        clone.names["save_head_frequency_stats"](chosen["stats_path"], each, stats, about)
+        clone.make(f"apply_triattention_patch(model, {setting}, **chosen)", case, model=model, chosen=chosen)
+    held = model.forward(input_ids=torch.zeros(1, case["tokens"])).past_key_values
+    for _ in range(case["more"]):
+        held = model.forward(input_ids=torch.zeros(1, 1), past_key_values=held).past_key_values
+    return [keys[0].unbind() for keys, _ in held]
+
+
 RUNS: dict[str, Callable[..., list[Heads]]] = {
     "R-KV": r_kv,
     "Lava": lava,
@@ -306,6 +365,7 @@ RUNS: dict[str, Callable[..., list[Heads]]] = {
     "KVCache-Factory": factory,
     "AdaKV": ada_kv,
     "EasyKV": easykv,
+    "triattention": triattention,
 }
 EXPANDED = ", one query head a kv head"
 """How a setting of R-KV ends that has keys for every query head."""

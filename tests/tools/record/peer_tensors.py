@@ -69,6 +69,14 @@ def spread(case: dict[str, Any], *shape: int | str) -> np.ndarray:
     return x @ x.swapaxes(-1, -2) / x.shape[-1]
 
 
+def centres(case: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The "mean" of queries before rotation "L N H", and the mean "length" of each channel's pair, which is longer."""
+    mean, more = drawn(case, "L", "N", "H"), uniform(case, "L", "N", "H")
+    first, then = np.split(mean, 2, axis=-1)
+    length = np.hypot(first, then) + np.split(more, 2, axis=-1)[0]
+    return {"mean": mean, "length": np.concatenate([length, length], -1)}
+
+
 def random_numbers(case: dict[str, Any], call: int, shape: tuple[int, ...], kind: str) -> np.ndarray:
     """What torch's `randn` ("normal"), `rand` and `bernoulli` ("uniform") give in place of their generator's numbers.
 
