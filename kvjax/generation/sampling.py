@@ -72,9 +72,7 @@ class RepetitionPenalty(Filter):
 
     penalty: Positive
 
-    @property
-    def reads_seen(self) -> bool:
-        return True
+    reads_seen = True
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         if seen is None:

@@ -36,11 +36,7 @@ class Pool(Storage):
     how: Keeps = static(default=Keeps())
 
     axes = (DATA,)
-
-    @property
-    def channels(self) -> None:
-        """A pool stores all key channels."""
-        return None
+    channels = None  # a pool stores all
 
     @property
     def owner(self) -> Int[Array, "B P"]:
