@@ -196,6 +196,16 @@ class FutureQueries:
         return jnp.einsum("bnj,bjh->bnh", mean, turned), jnp.einsum("bnij,bih,bjl->bnhl", cov, turned, turned)
 
 
+def check_moments(name: str, moments: FrozenArrays, info: LayerInfo) -> None:
+    """Refuses numbers of a model's queries, all of shape "L N H ...", that are those of another model."""
+    here = info.num_layers, info.num_query_heads, info.head_dim
+    if {x.shape[:3] for x in moments.values()} != {here}:
+        there = moments["mean"].shape
+        raise ValueError(
+            f"{name} have the shape {there}, but the model has {here} (layers, query heads, head_dim); give its own"
+        )
+
+
 def turned_together(rotate: Rotate, H: int) -> Float[Array, "H H"]:
     """What a rotation by one position makes of each channel; what is not 0 says which channels turn as a pair."""
     return rotate(jnp.eye(H)[None, None], jnp.ones((1, 1, H), jnp.int32))[0, 0]
@@ -223,12 +233,7 @@ class CentredQueries:
 
     def check(self, info: LayerInfo) -> None:
         """Refuses a layer of other sizes."""
-        there, here = self.table["mean"].shape, (info.num_layers, info.num_query_heads, info.head_dim)
-        if not there == self.table["length"].shape == here:
-            raise ValueError(
-                f"centres have the shape {there}, but the model has {here} (layers, query heads, head_dim); give this "
-                "model's"
-            )
+        check_moments("centres", self.table, info)
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Array, Array, Array]:
         mean, length = (jnp.asarray(self.table[n])[inputs.ctx.layer].astype(jnp.float32) for n in ("mean", "length"))
@@ -286,7 +291,9 @@ class HiddenStates:
     """The new rows' hidden states. Learned scores observe them and multiply in `update`, not here."""
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B T D"]:
-        return _hidden(inputs)
+        if inputs.hidden is None:
+            raise ValueError("the policy observes hidden states, which are not given; give hidden")
+        return inputs.hidden
 
 
 @value
@@ -300,13 +307,7 @@ class Hidden:
     fn: OfLayer
 
     def __call__(self, inputs: AttentionInputs) -> Float[Array, "B K S"]:
-        return on_new_slots(self.fn(_hidden(inputs), inputs.ctx.layer).swapaxes(1, 2), inputs)
-
-
-def _hidden(inputs: AttentionInputs) -> Float[Array, "B T D"]:
-    if inputs.hidden is None:
-        raise ValueError("the policy observes hidden states, which are not given; give hidden")
-    return inputs.hidden
+        return on_new_slots(self.fn(HiddenStates()(inputs), inputs.ctx.layer).swapaxes(1, 2), inputs)
 
 
 def on_new_slots(

@@ -32,26 +32,30 @@ class Range:
     """The numbers that a parameter may be.
 
     Attributes:
-      least, most: both included, unless `above` leaves out the least.
+      least, most: both included, unless `above` leaves out the least, and `below` the most.
       odd: whether only odd ones are.
     """
 
     least: float = -LARGEST
     most: float = LARGEST
     above: bool = False
+    below: bool = False
     odd: bool = False
 
     def holds(self, x: Any) -> bool:
         """Whether a number is one of them."""
-        return self.least <= x <= self.most and not (self.above and x == self.least) and not (self.odd and x % 2 == 0)
+        beyond = (self.above and x == self.least) or (self.below and x == self.most)
+        return self.least <= x <= self.most and not beyond and not (self.odd and x % 2 == 0)
 
     @property
     def words(self) -> str:
         """What the numbers are, behind "a number"."""
         if self.most >= LARGEST:
-            least = " above 0" if self.least == SMALLEST else f" of {self.least} or more"
-            return least if self.least > -LARGEST else " that is finite"
-        return f" above {self.least}, at most {self.most}" if self.above else f" from {self.least} to {self.most:,}"
+            named = {-LARGEST: " that is finite", SMALLEST: " above 0"}
+            return named.get(self.least, f" above {self.least}" if self.above else f" of {self.least} or more")
+        least = f" above {self.least}" if self.above else f" from {self.least}"
+        most = f", at most {self.most}" if self.above else f" to {self.most:,}"
+        return least + (f", below {self.most}" if self.below else most)
 
     def __repr__(self) -> str:
         return self.words.strip()
@@ -61,6 +65,8 @@ Size = Annotated[int, Range(1, MOST - 1)]
 Amount = Annotated[int, Range(0, MOST - 1)]
 Odd = Annotated[int, Range(1, MOST - 1, odd=True)]
 Proportion = Annotated[float, Range(0, 1)]
+Some = Annotated[float, Range(0, 1, above=True)]
+NotAll = Annotated[float, Range(0, 1, below=True)]
 Cosine = Annotated[float, Range(-1, 1)]
 NonNegative = Annotated[float, Range(0)]
 AtLeastOne = Annotated[float, Range(1)]

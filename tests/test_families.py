@@ -217,8 +217,8 @@ def scores(policy, layer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PyramidBeta(1.0), "beta is larger than 1"),
-        (lambda: Safeguard(1.0), "starts between 0 and 1"),
+        (lambda: PyramidBeta(1.0), "start=1.0 must be a number above 1"),
+        (lambda: Safeguard(1.0), "start=1.0 must be a number above 0, below 1"),
         (
             lambda: NaclShares().gates(jnp.zeros(3), dataclasses.replace(view(), drawn=None), 1.0),
             r"NaclShares needs View\.drawn",

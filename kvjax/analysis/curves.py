@@ -242,6 +242,7 @@ def curves(
     for name, row in grid.items():
         kinds.setdefault(stored_as(row[0], L), []).append(name)
     results: dict[str, list[Losses]] = {}
+    mean = lambda each: jax.tree.map(lambda *x: np.mean(x, axis=0), *each)
     for stored, members in kinds.items():
         every = [p for name in members for p in grid[name]]
         reading = read(model, params, tokens, continuation, policies=every, lengths=lengths, key=key)
@@ -263,16 +264,12 @@ def curves(
                     same = seed and not layers[0].how.writes and all(map(np.array_equal, kept, first[name, m]))
                     first.setdefault((name, m), kept)
                     found[name][m].append(found[name][m][0] if same else measure(layers))
-        results |= {name: [_mean(each) for each in rows] for name, rows in found.items()}
+        results |= {name: [mean(each) for each in rows] for name, rows in found.items()}
         if stored == Stored((Layout(),) * L):
             masks = {HINDSIGHT[a]: [_oracle(reading, b, lengths, a) for b in budgets] for a in oracles}
             results |= {name: [measure(keep) for keep in each] for name, each in masks.items()}
     rows = [jax.tree.map(lambda *x: np.stack(x), *results[name]) for name in (*policies, *names)]
     return Curves(jax.tree.map(lambda *x: jnp.stack(x), *rows), (*policies, *names), tuple(budgets))
-
-
-def _mean(each: list[Losses]) -> Losses:
-    return jax.tree.map(lambda *x: np.mean(x, axis=0), *each)
 
 
 def _grid(policies: Mapping[str, Method], budgets: Sequence[Count]) -> dict[str, list[Policy]]:

@@ -94,6 +94,18 @@ class _Members(Policy):
         params = ctx.params[i] if ctx.params else ()
         return kv.replace(memory=kv.memory[i]), dataclasses.replace(ctx, hparams=ctx.hparams[i], params=params)
 
+    def _each(self, kv: LayerView, ctx: Context, change: Change) -> LayerView:
+        """The layer after a change by every member."""
+        raise NotImplementedError
+
+    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
+        """The layer after every member has taken in the new rows."""
+        return self._each(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
+
+    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
+        """The layer after every member has decided."""
+        return self._each(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
+
     def _each_reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> list[Reads | None]:
         return [p.reads(own, inputs, mine) for i, p in enumerate(self.members) for own, mine in [self.own(i, kv, ctx)]]
 
@@ -132,21 +144,13 @@ class Chain(_Members):
             tuple(x.hparams for x in each),
         )
 
-    def _in_turn(self, kv: LayerView, ctx: Context, change: Change) -> LayerView:
+    def _each(self, kv: LayerView, ctx: Context, change: Change) -> LayerView:
         for i, p in enumerate(self.members):
             own, mine = self.own(i, kv, ctx)
             found = change(p, own, mine)
             if found is not own:
                 kv = found.replace(memory=(*kv.memory[:i], found.memory, *kv.memory[i + 1 :]))
         return kv
-
-    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
-        """The layer after every member has taken in the new rows, in turn."""
-        return self._in_turn(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
-
-    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
-        """The layer after every member has decided, in turn."""
-        return self._in_turn(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
 
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         """The slots that all members read; weights are multiplied.
@@ -233,14 +237,6 @@ class ByHead(_Members):
             raise ValueError("a member for some heads drops key channels, which a layer stores alike in all its heads")
         picked = {n: self.pick([getattr(x, n) for x in found]) for n in ("pos", "fault", *self.writes)}
         return kv.replace(memory=tuple(x.memory for x in found), **picked)
-
-    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
-        """The layer after every head's own member has taken in the new rows."""
-        return self._each(kv, ctx, lambda p, kv, ctx: p.enter(kv, inputs, ctx))
-
-    def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
-        """The layer after every head's own member has decided."""
-        return self._each(kv, ctx, lambda p, kv, ctx: p.update(kv, stats, ctx))
 
     def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
         """The slots that every head's own member reads.

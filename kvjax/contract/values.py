@@ -70,14 +70,14 @@ def place(fn: Any) -> str:
     return repr(fn) if code is None else f"{fn.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-# Values are equal whose fields are, with numbers of the same types: 1 token and the share 1.0 are two values.
-_fields: Callable[[Any], tuple[Any, ...]] = lambda x: tuple(
-    getattr(x, f.name) for f in dataclasses.fields(x) if f.compare
-)
-_kinds: Callable[[Any], list[type]] = lambda x: [*map(type, jax.tree.leaves(_fields(x)))]
-_equal: Callable[[Any, Any], bool] = lambda x, y: (
-    x is y or (type(x) is type(y) and _fields(x) == _fields(y) and _kinds(x) == _kinds(y))
-)
+def _compared(x: Any) -> tuple[tuple[Any, ...], list[type]]:
+    """The fields of a value, and the types of what they hold: 1 token and the share 1.0 are two values."""
+    fields = tuple(getattr(x, f.name) for f in dataclasses.fields(x) if f.compare)
+    return fields, [*map(type, jax.tree.leaves(fields))]
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return x is y or (type(x) is type(y) and _compared(x) == _compared(y))
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(count, data, dataclasses.field))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.contract import Amount, Ids, LayerParams, Model, Policy, PRNGKey, Size
-from kvjax.generation.loop import Decoding, begin, decoded, log_prob
+from kvjax.generation.loop import Decoding, Steps, begin, decoded, log_prob
 from kvjax.generation.sampling import Greedy, Sampler, seen_tokens
 from kvjax.pallas_kernels.pytree import pytree
 from kvjax.run.checks import (
@@ -157,17 +157,14 @@ def _generated(
     at = begin(logits, state, seen, sampler=how["sampler"], ends=ends)
     count = jnp.int32(steps - 1) if most > 1 and (ends or steps < most) else None  # no loop of no steps
     found, after = decoded(model, params, at, None, count, chunk=most - 1, **how)
-    drawn = at.token, at.log_prob, found.tokens, found.log_probs
-    tokens, lengths, log_probs = _joined(*drawn, steps=steps, ends=ends)
+    tokens, lengths, log_probs = _joined(Steps(at.token, at.log_prob), found, steps=steps, ends=ends)
     return Generation(tokens, lengths, log_probs, after.state)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "ends"))
-def _joined(
-    token: Array, probability: Array, tokens: Array, probabilities: Array, *, steps: int, ends: tuple[int, ...]
-) -> tuple[Array, Array, Array]:
-    tokens = jnp.concatenate([token[None], tokens])[:steps].T
-    probabilities = jnp.concatenate([probability[None], probabilities])[:steps].T
+def _joined(first: Steps, later: Steps, *, steps: int, ends: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    tokens = jnp.concatenate([first.tokens[None], later.tokens])[:steps].T
+    probabilities = jnp.concatenate([first.log_probs[None], later.log_probs])[:steps].T
     ended = jnp.isin(tokens, jnp.asarray(ends, jnp.int32))
     lengths = jnp.where(ended.any(-1), ended.argmax(-1) + 1, steps).astype(jnp.int32)
     return tokens, lengths, probabilities
@@ -197,8 +194,7 @@ def feed(
     """
     at, given, reads = given_tokens(model, params, tokens, state, lengths)
     found, after = decoded(model, params, at, given, None, chunk=len(given[0]), also=_logits)
-    logits = found.also
-    logits = logits if reads is None else jnp.where(reads[..., None], logits, jnp.nan)
+    logits = found.also if reads is None else jnp.where(reads[..., None], found.also, jnp.nan)
     return logits.swapaxes(0, 1), after.state
 
 

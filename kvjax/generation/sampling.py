@@ -6,21 +6,18 @@ Filters do what the logits processors of their names do in transformers, which a
 Letters: B batch, T tokens, V vocabulary.
 """
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.contract import Positive, Proportion, Size, Value
-from kvjax.pallas_kernels.kinds import Range
+from kvjax.pallas_kernels.kinds import Some
 from kvjax.run.state import Prompts
 
 _Logits = Float[Array, "B V"]
 _Seen = Bool[Array, "B V"] | None
-
-
-_Share = Annotated[float, Range(0, 1, above=True)]
 
 
 class Filter(Value):
@@ -75,9 +72,7 @@ class RepetitionPenalty(Filter):
 
     penalty: Positive
 
-    @property
-    def reads_seen(self) -> bool:
-        return True
+    reads_seen = True
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         if seen is None:
@@ -123,7 +118,7 @@ class TopP(Filter):
       p: the probability mass (nucleus sampling, arXiv 1904.09751).
     """
 
-    p: _Share
+    p: Some
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         logits = logits.astype(jnp.float32)
@@ -143,7 +138,7 @@ class MinP(Filter):
       p: the share.
     """
 
-    p: _Share
+    p: Some
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
@@ -220,7 +215,7 @@ class Sample(Sampler):
 
     temperature: Positive = 1.0
     top_k: Size | None = None
-    top_p: _Share = 1.0
+    top_p: Some = 1.0
     min_p: Proportion = 0.0
     repetition_penalty: Positive = 1.0
 

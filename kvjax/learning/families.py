@@ -12,7 +12,7 @@ Letters: B prompts, L layers, K kv heads, S slots of the prompt.
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -177,14 +177,10 @@ class PyramidBeta(Family):
     """The steepness of `kvjax.Pyramid` (PyramidKV).
 
     Attributes:
-      start: the first beta; must be larger than 1.
+      start: the first beta; larger than 1, which is uniform.
     """
 
-    start: float = 2.0
-
-    def __post_init__(self):
-        if not 1 < self.start < math.inf:
-            raise ValueError(f"start={self.start}: beta is larger than 1, which is uniform, and finite")
+    start: Annotated[float, kinds.Range(1, above=True)] = 2.0
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, ""]:
         return jnp.asarray(math.log(math.expm1(self.start - 1)), float)
@@ -216,11 +212,7 @@ class Fraction(Family):
       start: the first one, at neither end.
     """
 
-    start: float = 0.5
-
-    def __post_init__(self):
-        if not 0 < self.start < 1:
-            raise ValueError(f"start={self.start}: the number starts between 0 and 1, at neither of them")
+    start: Annotated[float, kinds.Range(0, 1, above=True, below=True)] = 0.5
 
     def init(self, num_layers: int, num_kv_heads: int) -> Float[Array, ""]:
         return jnp.asarray(math.log(self.start / (1 - self.start)), float)

@@ -64,6 +64,7 @@ class Soft(Select):
     select: Select = TopK()
     temperature: float = data(default=1.0)
 
+    slack = MOST  # all slots keep something
     writes = ("log_weight",)
 
     def __post_init__(self):
@@ -73,10 +74,6 @@ class Soft(Select):
                 f"{type(self.select).__name__} is not known to select by passes of top-k, so it has no temperature; "
                 f"relax one of {', '.join(kind.__name__ for kind in _RELAXED)}"
             )
-
-    @property
-    def slack(self) -> int:
-        return MOST  # all slots keep something
 
     def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> Softness:
         temperature = jnp.full(len(lengths), self.temperature, float)

@@ -19,7 +19,6 @@ from kvjax.contract import (
     Phase,
     Policy,
     Prompts,
-    Proportion,
     Reads,
     Size,
     Sizes,
@@ -30,6 +29,7 @@ from kvjax.contract import (
     value,
 )
 from kvjax.observe import QuerySquares
+from kvjax.pallas_kernels.kinds import NotAll
 from kvjax.scores.attention import Recency
 
 
@@ -64,12 +64,8 @@ class DropChannels(Policy):
       rows: the prompt's last rows whose queries count.
     """
 
-    share: Proportion
+    share: NotAll
     rows: Size = 32
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share < 1:
-            raise ValueError(f"{self.share} of the channels would go; give a share from 0 to less than 1")
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
         if info.latent:
@@ -93,7 +89,7 @@ class DropChannels(Policy):
         return kv if ctx.phase == "decode" else kv.replace(channels=self.channels(kv, stats))
 
 
-def think(channels: Proportion = 0.5, *, rows: Size = 32) -> DropChannels:
+def think(channels: NotAll = 0.5, *, rows: Size = 32) -> DropChannels:
     r"""Drops the key channels that matter least to the last queries (ThinK, Xu et al., arXiv 2407.21018).
 
     A channel's score is $\mathrm{mean}_i(q_{ic}^2) \, \mathrm{mean}_j(k_{jc}^2)$ (section 3.2). Chain it behind a

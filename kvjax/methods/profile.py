@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ from kvjax.contract import (
 from kvjax.decide.select import best
 from kvjax.observe import Queries, Rows, on_new_slots
 from kvjax.pallas_kernels import recovered_attention
-from kvjax.pallas_kernels.kinds import Range
+from kvjax.pallas_kernels.kinds import Some
 
 STRATEGIES = ("special", "punctuation", "frequent", "local", "full")
 """Sets of tokens that a head may keep, by number; each holds those before it, and more."""
@@ -94,7 +94,7 @@ class FastGen(Policy):
     punctuation: tuple[Amount, ...]
     frequent: Proportion = 0.3
     local: Proportion = 0.3
-    recovery: Annotated[float, Range(0, 1, above=True)] = 0.95
+    recovery: Some = 0.95
     by: Literal["mass", "entries"] = "mass"
     rounding: Literal["floor", "ceil"] = "floor"
     budget: Count | None = data(default=None)

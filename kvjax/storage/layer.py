@@ -12,12 +12,12 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerInfo, LayerView, PerHead, PerSlot, Policy, Reads, Rotate
 from kvjax.pallas_kernels import Logits, attention, reference
-from kvjax.pallas_kernels.columns import Attention, Columns, accumulator
+from kvjax.pallas_kernels.columns import Attention, accumulator
 from kvjax.pallas_kernels.kinds import Dtype
 from kvjax.pallas_kernels.logits import linear_bias
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage.mesh import apart, attention_on
-from kvjax.storage.protocol import Keeps, Storage
+from kvjax.storage.protocol import Keeps, Readers, Storage
 
 
 @pytree
@@ -100,29 +100,20 @@ class Layer(LayerView, Storage):
         slope = linear_bias(slopes, at)
         return slope if bias is None else bias + slope
 
-    def _attend(
-        self,
-        q: Float[Array, "B N T H"],
-        pos: Int[Array, "B T"],
-        statistics: tuple[Columns, ...],
-        reads: Reads | None,
-        *,
-        rotate: Rotate,
-        logits: Logits,
-        own: bool,
-    ) -> Attention:
-        reads, G, mesh = reads or Reads(), q.shape[1] // self.pos.shape[1], self.how.mesh
+    def _attend(self, rows: Readers) -> Attention:
+        q, pos, reads, logits = rows.q, rows.pos, rows.reads, rows.logits
+        G, mesh = q.shape[1] // self.pos.shape[1], self.how.mesh
         attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
         read, bias, visible = self.pos, self.bias(G, logits.slopes), reads.visible
-        how: dict[str, Any] = {"logits": dataclasses.replace(logits, slopes=None)}
+        how: dict[str, Any] = {"columns": rows.statistics, "logits": dataclasses.replace(logits, slopes=None)}
         if self.how.positions == "shifted" and self.how.sinks and q.shape[2] == 1 and logits.softcap is None:
-            nearer = self._nearer(q, pos, rotate, logits)
+            nearer = self._nearer(q, pos, rows.rotate, logits)
             keys, bias = self.k, nearer if bias is None else bias + nearer
         elif self._packed and self.how.positions == "original":  # of all channels, those alone that are no zeros
             keys = jnp.pad(self.k, [(0, 0)] * 3 + [(0, q.shape[-1] - self.k.shape[-1])])
             q = self._fewer_channels(q, G)
         else:
-            keys = self.keys(rotate)
+            keys = self.keys(rows.rotate)
         index = visible if visible is not None and visible.dtype != bool else reads.at
         if visible is not None and index is None:
             read = jnp.where(visible, read, EMPTY)
@@ -135,15 +126,15 @@ class Layer(LayerView, Storage):
                     behind = row - read[:, :, None] >= wide(reads.delay)
                     how["more"] = jnp.where(behind, wide(reads.log_weight), 0.0)
                 how["reads"] = None if reads.until is None else row < wide(reads.until)
-                found = reference.attention(q, keys, self.v, pos, read, bias, logits.nothing, columns=statistics, **how)
+                found = reference.attention(q, keys, self.v, pos, read, bias, logits.nothing, **how)
                 return dataclasses.replace(found, out=found.out.astype(q.dtype))
             read, bias = of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
-            return attend(q, keys, self.v, pos, read, columns=statistics, bias=bias, own=own, **how)
+            return attend(q, keys, self.v, pos, read, bias=bias, own=rows.own, **how)
         slot = jnp.maximum(index, 0)
         read = jnp.where(index >= 0, take(read, slot), EMPTY)
         bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))
-        found = attend(q, take(keys, slot), take(self.v, slot), pos, read, columns=statistics, bias=bias, **how)
+        found = attend(q, take(keys, slot), take(self.v, slot), pos, read, bias=bias, **how)
         columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
         return dataclasses.replace(found, columns=columns)
 

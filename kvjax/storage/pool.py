@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
-from kvjax.pallas_kernels import Logits, pooled_attention
+from kvjax.pallas_kernels import pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.storage.layer import Layer, dead_slots, filled, in_order, of_row
 from kvjax.storage.mesh import DATA, apart
-from kvjax.storage.protocol import Keeps, Storage
+from kvjax.storage.protocol import Keeps, Readers, Storage
 
 
 @pytree
@@ -36,11 +36,7 @@ class Pool(Storage):
     how: Keeps = static(default=Keeps())
 
     axes = (DATA,)
-
-    @property
-    def channels(self) -> None:
-        """A pool stores all key channels."""
-        return None
+    channels = None  # a pool stores all
 
     @property
     def owner(self) -> Int[Array, "B P"]:
@@ -117,26 +113,17 @@ class Pool(Storage):
             return None
         return jnp.broadcast_to(self.log_weight[:, None], (len(self.pos), group, self.pos.shape[1]))
 
-    def _attend(
-        self,
-        q: Float[Array, "B N T H"],
-        pos: Int[Array, "B T"],
-        statistics: tuple[Columns, ...],
-        reads: Reads | None,
-        *,
-        rotate: Rotate,
-        logits: Logits,
-        own: bool,
-    ) -> Attention:
+    def _attend(self, rows: Readers) -> Attention:
         """Attention of rows; statistics "B K ... P" are 0 in the slots of other heads.
 
         A decode row reads the pool itself. Several rows, indices of slots and ALiBi read the view, where every head has
         P slots.
         """
-        reads, K = reads or Reads(), self.ends.shape[1]
+        q, pos, statistics, reads, logits = rows.q, rows.pos, rows.statistics, rows.reads, rows.logits
+        K = self.ends.shape[1]
         indices = reads.visible is not None and reads.visible.dtype != bool
         if q.shape[2] > 1 or indices or logits.slopes is not None:
-            return self.view()._attend(q, pos, statistics, reads, rotate=rotate, logits=logits, own=False)
+            return self.view()._attend(dataclasses.replace(rows, own=False))
         mine = self._mine()
         read, bias = self._of_row(pos, reads, mine, q.shape[1] // K)
 
@@ -144,8 +131,8 @@ class Pool(Storage):
             how = {"num_kv_heads": K, "in_order": True, "bias": bias, "logits": logits}
             return pooled_attention(q, k, v, owner, pos, read, statistics, **how)
 
-        rows = q, self.keys(rotate), self.v, self.owner, pos, read, statistics, bias
-        found = apart(self.how.mesh, attention, *rows, axes=self.axes)
+        arrays = q, self.keys(rows.rotate), self.v, self.owner, pos, read, statistics, bias
+        found = apart(self.how.mesh, attention, *arrays, axes=self.axes)
 
         def spread(spec: Columns, x: Array) -> Array:
             x = jnp.where(mine.reshape(len(mine), K, *(1,) * (x.ndim - 2), -1), x[:, None], 0.0)

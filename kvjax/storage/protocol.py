@@ -44,6 +44,19 @@ class Keeps:
 
 
 @dataclasses.dataclass(frozen=True)
+class Readers:
+    """Rows that read a layer, and how: the arguments of `Storage.attend`."""
+
+    q: Float[Array, "B N T H"]
+    pos: Int[Array, "B T"]
+    statistics: tuple[Columns, ...]
+    reads: Reads
+    rotate: Rotate
+    logits: Logits
+    own: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Storage(abc.ABC):
     """One layer's cache. It also has the fields `memory`, `log_weight` and `channels`, as in `Layer`.
 
@@ -183,25 +196,15 @@ class Storage(abc.ABC):
           logits: how logits follow from products.
           own: promises that the slots are those of the rows, in order.
         """
-        how: dict[str, Any] = {"rotate": rotate, "logits": logits, "own": own}
+        rows = Readers(q, pos, statistics, reads or Reads(), rotate, logits, own)
         if not (n := self.how.latent):
-            return self._attend(q, pos, statistics, reads, **how)
+            return self._attend(rows)
         # Keys stand in for values whole, since a part of them would be copied; of outputs the part is taken.
-        found = self.replace(v=self.k)._attend(q, pos, statistics, reads, **how)
+        found = self.replace(v=self.k)._attend(rows)
         return dataclasses.replace(found, out=found.out[..., -n:])
 
     @abc.abstractmethod
-    def _attend(
-        self,
-        q: Float[Array, "B N T H"],
-        pos: Int[Array, "B T"],
-        statistics: tuple[Columns, ...],
-        reads: Reads | None,
-        *,
-        rotate: Rotate,
-        logits: Logits,
-        own: bool,
-    ) -> Attention:
+    def _attend(self, rows: Readers) -> Attention:
         """`attend`, with values of as many channels as keys."""
 
     @abc.abstractmethod

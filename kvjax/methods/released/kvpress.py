@@ -22,17 +22,15 @@ from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAt
 from kvjax.methods.votes import finch, kvcompose, simlayerkv, snapkv
 from kvjax.observe import Hidden, OfLayer, ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
-from kvjax.pallas_kernels.kinds import numbers
+from kvjax.pallas_kernels.kinds import NotAll, numbers
 from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import LayerMean
 from kvjax.scores.keys import Leverage
 from kvjax.scores.learned import Predicted
 
 
-def kept(r: Proportion) -> Truncated:
+def kept(r: NotAll) -> Truncated:
     """The budget of a press: `int(n * (1 - r))` tokens (D-45)."""
-    if not 0 <= r < 1:
-        raise ValueError(f"a compression ratio of {r} removes more than there is, or less than nothing; give 0 to 1")
     return Truncated(1 - r)
 
 

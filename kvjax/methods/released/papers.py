@@ -130,15 +130,11 @@ def _draw(policy: Evict) -> ThenRandom:
     return policy.select
 
 
-def nacl_llama3(budget: float = 0.2, *, min_len: Amount = 2048, **options: Any) -> Evict:
+def nacl_llama3(budget: kinds.Some = 0.2, *, min_len: Amount = 2048, **options: Any) -> Evict:
     """NaCl with the shares of its code: 256 sinks, 1 % proxies of which 256 are not kept, 7 % random of 20 % (D-17).
 
     Prompts of `min_len` tokens, and those whose share is less than the sinks, are kept whole.
     """
-    if not 0 < budget <= 1:
-        raise ValueError(
-            f"budget={budget} is no share of the prompt, whose shares are given; give a number from 0 to 1"
-        )
     shares: dict[str, Count] = {"proxies": 0.01, "recent": Combined("less", (0.01, 256)), "random": 0.07 * budget / 0.2}
     return dataclasses.replace(nacl(budget, **shares | options), budget=Above(budget, min_len), sinks=256)
 

@@ -34,7 +34,7 @@ from kvjax.contract import (
 )
 from kvjax.decide.select import LazyOrAll, ThenRandom, TopK, TwoStage, best
 from kvjax.methods.hidden import DropChannels, ReadPages
-from kvjax.observe import ChunkAttention, FutureQueries, Rows, Unmasked, segment_sum
+from kvjax.observe import ChunkAttention, FutureQueries, Rows, Unmasked, check_moments, segment_sum
 from kvjax.scores.attention import Accumulated
 from kvjax.scores.blends import sum_by_position
 from kvjax.storage import in_order
@@ -131,12 +131,7 @@ class KnownQueries(FutureQueries):
     moments: FrozenArrays = dataclasses.field(kw_only=True)
 
     def check(self, info: LayerInfo) -> None:
-        there, here = self.moments["mean"].shape, (info.num_layers, info.num_query_heads, info.head_dim)
-        if there != here:
-            raise ValueError(
-                f"moments have the shape {there}, but the model has {here} (layers, query heads, head_dim); give this "
-                "model's"
-            )
+        check_moments("moments", self.moments, info)
 
     def __call__(self, inputs: AttentionInputs) -> tuple[Float[Array, "B N H"], Float[Array, "B N H H"]]:
         mean, cov = (jnp.asarray(self.moments[n])[inputs.ctx.layer][None] for n in ("mean", "covariance"))
@@ -167,9 +162,7 @@ class PaddedChunkAttention(ChunkAttention):
 class DriftingTopK(TopK):
     """The highest scores, where heads may together have a token more each than the layer's budget (D-21)."""
 
-    @property
-    def slack(self) -> int:
-        return 1
+    slack = 1
 
 
 class RandomRun(Select):
@@ -243,9 +236,7 @@ class LazyBefore(LazyOrAll):
 class ZeroChannels(DropChannels):
     """Sets a share of every head's key channels to 0, in the prompt's keys alone, which frees nothing (kvpress)."""
 
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return ("k",)
+    writes = ("k",)
 
     def update(self, kv: LayerView, stats: Stats, ctx: Context) -> LayerView:
         if ctx.phase == "decode":
@@ -258,9 +249,7 @@ class ZeroChannels(DropChannels):
 class PagesOfQueryHeads(ReadPages):
     """Reads pages for every query head, whose keys and values are stored for each (Quest's evaluation)."""
 
-    @property
-    def layout(self) -> Layout:
-        return Layout(by_query_head=True)
+    layout = Layout(by_query_head=True)
 
 
 class NextStepMask(Policy):
@@ -281,9 +270,7 @@ class NextStepMask(Policy):
     of: Rows = Rows()
     persistent: bool = False
 
-    @property
-    def layout(self) -> Layout:
-        return Layout(prompt="whole")
+    layout = Layout(prompt="whole")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (self.of,)
@@ -328,9 +315,7 @@ class StepwiseMask(Policy):
     heavy: Count = count()
     recent: Count = count()
 
-    @property
-    def layout(self) -> Layout:
-        return Layout(prompt="rows")
+    layout = Layout(prompt="rows")
 
     def observe(self, phase: Phase) -> tuple[Observation, ...]:
         return (Unmasked(Rows()),)
