@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.contract import Positive, Proportion, Size, Value
-from kvjax.pallas_kernels.kinds import Some
+from kvjax.pallas_kernels.kinds import PositiveProportion
 from kvjax.run.state import Prompts
 
 _Logits = Float[Array, "B V"]
@@ -118,7 +118,7 @@ class TopP(Filter):
       p: the probability mass (nucleus sampling, arXiv 1904.09751).
     """
 
-    p: Some
+    p: PositiveProportion
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         logits = logits.astype(jnp.float32)
@@ -138,7 +138,7 @@ class MinP(Filter):
       p: the share.
     """
 
-    p: Some
+    p: PositiveProportion
 
     def __call__(self, logits: _Logits, seen: _Seen = None) -> _Logits:
         p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
@@ -215,7 +215,7 @@ class Sample(Sampler):
 
     temperature: Positive = 1.0
     top_k: Size | None = None
-    top_p: Some = 1.0
+    top_p: PositiveProportion = 1.0
     min_p: Proportion = 0.0
     repetition_penalty: Positive = 1.0
 

@@ -29,7 +29,7 @@ from kvjax.contract import (
     value,
 )
 from kvjax.observe import QuerySquares
-from kvjax.pallas_kernels.kinds import NotAll
+from kvjax.pallas_kernels.kinds import ProportionBelowOne
 from kvjax.scores.attention import Recency
 
 
@@ -64,7 +64,7 @@ class DropChannels(Policy):
       rows: the prompt's last rows whose queries count.
     """
 
-    share: NotAll
+    share: ProportionBelowOne
     rows: Size = 32
 
     def sizes(self, info: LayerInfo, lengths: Prompts) -> Sizes:
@@ -89,7 +89,7 @@ class DropChannels(Policy):
         return kv if ctx.phase == "decode" else kv.replace(channels=self.channels(kv, stats))
 
 
-def think(channels: NotAll = 0.5, *, rows: Size = 32) -> DropChannels:
+def think(channels: ProportionBelowOne = 0.5, *, rows: Size = 32) -> DropChannels:
     r"""Drops the key channels that matter least to the last queries (ThinK, Xu et al., arXiv 2407.21018).
 
     A channel's score is $\mathrm{mean}_i(q_{ic}^2) \, \mathrm{mean}_j(k_{jc}^2)$ (section 3.2). Chain it behind a

@@ -33,7 +33,7 @@ from kvjax.contract import (
 from kvjax.decide.select import best
 from kvjax.observe import Queries, Rows, on_new_slots
 from kvjax.pallas_kernels import recovered_attention
-from kvjax.pallas_kernels.kinds import Some
+from kvjax.pallas_kernels.kinds import PositiveProportion
 
 STRATEGIES = ("special", "punctuation", "frequent", "local", "full")
 """Sets of tokens that a head may keep, by number; each holds those before it, and more."""
@@ -94,7 +94,7 @@ class FastGen(Policy):
     punctuation: tuple[Amount, ...]
     frequent: Proportion = 0.3
     local: Proportion = 0.3
-    recovery: Some = 0.95
+    recovery: PositiveProportion = 0.95
     by: Literal["mass", "entries"] = "mass"
     rounding: Literal["floor", "ceil"] = "floor"
     budget: Count | None = data(default=None)

@@ -22,14 +22,14 @@ from kvjax.methods.released.parts import KnownQueries, LazyBefore, PaddedChunkAt
 from kvjax.methods.votes import finch, kvcompose, simlayerkv, snapkv
 from kvjax.observe import Hidden, OfLayer, ProjectedValueNorm
 from kvjax.pallas_kernels import kinds
-from kvjax.pallas_kernels.kinds import NotAll, numbers
+from kvjax.pallas_kernels.kinds import ProportionBelowOne, numbers
 from kvjax.scores.attention import Mean, Votes
 from kvjax.scores.blends import LayerMean
 from kvjax.scores.keys import Leverage
 from kvjax.scores.learned import Predicted
 
 
-def kept(r: NotAll) -> Truncated:
+def kept(r: ProportionBelowOne) -> Truncated:
     """The budget of a press: `int(n * (1 - r))` tokens (D-45)."""
     return Truncated(1 - r)
 

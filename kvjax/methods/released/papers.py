@@ -130,7 +130,7 @@ def _draw(policy: Evict) -> ThenRandom:
     return policy.select
 
 
-def nacl_llama3(budget: kinds.Some = 0.2, *, min_len: Amount = 2048, **options: Any) -> Evict:
+def nacl_llama3(budget: kinds.PositiveProportion = 0.2, *, min_len: Amount = 2048, **options: Any) -> Evict:
     """NaCl with the shares of its code: 256 sinks, 1 % proxies of which 256 are not kept, 7 % random of 20 % (D-17).
 
     Prompts of `min_len` tokens, and those whose share is less than the sinks, are kept whole.
