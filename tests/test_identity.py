@@ -29,7 +29,7 @@ TASK = """
 from kvjax.experiments.tasks.base import Question, example
 
 def odd(task, index):
-    return example("odd", index, (1, 2, 3), Question((4,), references=("5",), max_new_tokens=2))
+    return example("odd", index, (1, 2, 5), Question((4,), references=("5",), max_new_tokens=2))
 """
 METRIC = "def half(output, references):\n    return 0.5\n"
 

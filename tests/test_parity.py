@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import decode_step, feed, methods, models, prefill
+from kvjax import decode_step, feed, generate, methods, models, prefill
 from kvjax.contract import kv_layers, kv_sources
 from kvjax.models.families import from_hugging_face
 from kvjax.run.layers import without_cache
@@ -383,6 +383,19 @@ def check_logits(theirs, model, params):
 @every_case("llama", "gpt2", "gemma3")
 def test_logits(both):
     check_logits(*both)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:a prompt of")
+@pytest.mark.parametrize("both", CASES.keys() - {"phi3_long"}, indirect=True)  # whose generate reads all anew
+def test_greedy_generations_are_theirs(pair):
+    """64 tokens, each drawn behind those before."""
+    theirs, model, params = pair
+    ids = tokens()[:, :T]
+    ours = generate(model, params, ids, max_new_tokens=64, eos_ids=())
+    how = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
+    expected = theirs.generate(torch.tensor(ids), attention_mask=torch.ones(2, T, dtype=torch.long), **how)
+    np.testing.assert_array_equal(ours.tokens, expected[:, T:])
 
 
 @pytest.mark.parametrize(("heads", "steepest"), [(1, 8), (6, 8), (8, 16), (112, 8)])
