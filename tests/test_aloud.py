@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from kvjax.configs.experiment import Setup
+from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import TASKS, Task, aloud
 from kvjax.experiments.training import loop, reasoner
 
@@ -125,3 +127,10 @@ def test_documents_of_the_reasoner_are_prompts_and_answers_that_can_be_known():
     asked = np.logical_or.accumulate(tokens == reasoner.IDS["?"], 1)[:, :-1]
     assert (asked[classes[:, 1:] == loop.FIRST]).all()
     np.testing.assert_array_equal(reasoner.batch(0, 3, stage)[0], tokens)
+
+
+def test_words_that_a_vocabulary_lacks_are_refused(embedded):
+    model, _, tokenizer = embedded
+    setup = Setup(tasks=("cups",), examples=1)
+    with pytest.raises(ValueError, match="task cups has words that this model's vocabulary lacks"):
+        build(setup, find_builders(setup), tokenizer, model.config)
