@@ -17,12 +17,12 @@ from kvjax.experiments.tasks.base import Builder, Example, Question, Task, examp
 ANSWER: Final = 256
 LETTERS: Final = tuple(string.ascii_lowercase)
 DIGITS: Final = tuple(string.digits)
-NAMES: Final = tuple(letter + digit for letter in LETTERS for digit in DIGITS[:4])
-"""Of registers and items, in the order in which they are sorted."""
-NUMBERS: Final = tuple(f"#{i}" for i in range(512))
-"""Of steps; a chain may begin with any."""
+NUMBERS: Final = tuple(f"#{i}" for i in range(1, 513))
+"""Of steps, which count down."""
+ITEMS: Final = tuple(f"{letter} {digit}" for letter in LETTERS for digit in DIGITS)
+"""What is sorted, in order."""
 WORDS: Final = tuple("+ = : ; ? chain restated once cups sort least rest add code from final".split())
-VOCABULARY: Final = (*LETTERS, *DIGITS, *NAMES, *NUMBERS, *WORDS)
+VOCABULARY: Final = (*LETTERS, *DIGITS, *NUMBERS, *WORDS)
 """All words of prompts and answers, each with a space before it."""
 REGISTERS: Final = 8
 CUPS: Final = 6
@@ -32,19 +32,13 @@ Steps = tuple[str, list[str]]
 """What is asked, and the steps of its answer."""
 
 
-def _numbers(rng: np.random.Generator, count: int) -> tuple[str, ...]:
-    """Of so many steps, from a random one on."""
-    start = int(rng.integers(len(NUMBERS) - count + 1))
-    return NUMBERS[start : start + count]
-
-
 def _drawn(rng: np.random.Generator, among: Sequence[str], count: int) -> list[str]:
     return [among[i] for i in rng.permutation(len(among))[:count]]
 
 
 def _chain(rng: np.random.Generator, count: int, restated: bool) -> Steps:
     """Registers that are renewed in turn, each by one more than another one has; the last step says one of them."""
-    names, numbers = _drawn(rng, NAMES, REGISTERS), _numbers(rng, count)
+    names, numbers = _drawn(rng, LETTERS, REGISTERS), NUMBERS[:count][::-1]
     value = {name: int(rng.integers(10)) for name in names}
     # The register that is read was written between 2 and all steps before, never in the step before.
     back = rng.integers(2, REGISTERS, REGISTERS)
@@ -53,7 +47,7 @@ def _chain(rng: np.random.Generator, count: int, restated: bool) -> Steps:
     state = lambda: " ".join(f"{name} {x}" for name, x in value.items())
     written = " ; ".join(f"{name} {other}" for name, other in rules.items())
     kind = "restated" if restated else "once"
-    prompt = f"chain {kind} : {state()} ; {written} ; {numbers[0]} {numbers[-1]} : {asked} ?"
+    prompt = f"chain {kind} : {state()} ; {written} ; {numbers[0]} : {asked} ?"
     steps = []
     for i, number in enumerate(numbers):
         name = names[i % REGISTERS]
@@ -74,10 +68,9 @@ def _once(rng: np.random.Generator, count: int) -> Steps:
 
 def _cups(rng: np.random.Generator, count: int) -> Steps:
     """Letters in places, of which two change theirs in each step; each step writes these two, before and after."""
-    letters, names, numbers = _drawn(rng, LETTERS, CUPS), _drawn(rng, NAMES, CUPS), _numbers(rng, count)
-    places = dict(zip(names, letters, strict=True))
-    swaps = [_drawn(rng, names, 2) for _ in range(count)]
-    state = lambda: " ".join(f"{name} {letter}" for name, letter in places.items())
+    places, numbers = dict(zip(DIGITS, _drawn(rng, LETTERS, CUPS), strict=False)), NUMBERS[:count][::-1]
+    swaps = [_drawn(rng, [*places], 2) for _ in range(count)]
+    state = lambda: " ".join(f"{place} {letter}" for place, letter in places.items())
     told = " ; ".join(f"{number} {a} {b}" for number, (a, b) in zip(numbers, swaps, strict=True))
     prompt, steps = f"cups {state()} ; {told} ?", []
     for number, (a, b) in zip(numbers, swaps, strict=True):
@@ -89,7 +82,7 @@ def _cups(rng: np.random.Generator, count: int) -> Steps:
 
 def _sort(rng: np.random.Generator, count: int) -> Steps:
     """The least of a list is taken out, again and again; each step writes what is left."""
-    items = _drawn(rng, NAMES, count)
+    items = _drawn(rng, ITEMS, count)
     prompt, left, steps = f"sort {' '.join(items)} ?", list(items), []
     while left:
         left.remove(least := min(left))
@@ -99,7 +92,7 @@ def _sort(rng: np.random.Generator, count: int) -> Steps:
 
 def _add(rng: np.random.Generator, count: int) -> Steps:
     """Two numbers, a column a step from the last one on: its digits, what was carried, both digits of their sum."""
-    numbers, digits, carry, steps = _numbers(rng, count), rng.integers(0, 10, (count, 2)).tolist(), 0, []
+    numbers, digits, carry, steps = NUMBERS[:count][::-1], rng.integers(0, 10, (count, 2)).tolist(), 0, []
     told = " ; ".join(f"{number} {a} {b}" for number, (a, b) in zip(numbers, digits, strict=True))
     for number, (a, b) in zip(numbers, digits, strict=True):
         total = a + b + carry
@@ -153,7 +146,7 @@ def drawn(task: Task, name: str, index: int) -> Steps:
       ValueError: no room for a step, room for more than there are words for, or a prompt and an answer beyond the
         model's positions.
     """
-    most = len(NAMES) if name == "sorting" else len(NUMBERS)
+    most = len(ITEMS) if name == "sorting" else len(NUMBERS)
     answer, make = task.answer or ANSWER, KINDS[name][0]
     tokens = lambda text: len(task.ids(text.split()))
     steps_of = lambda count: make(task.rng(name, index), count)

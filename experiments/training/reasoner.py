@@ -16,7 +16,7 @@ import tyro
 from jaxtyping import Array, PyTree
 
 from kvjax.experiments import corpus
-from kvjax.experiments.tasks.aloud import DIGITS, KINDS, NAMES, NUMBERS, VOCABULARY, text_of
+from kvjax.experiments.tasks.aloud import DIGITS, KINDS, LETTERS, NUMBERS, VOCABULARY, text_of
 from kvjax.experiments.training import loop
 from kvjax.experiments.training.embedded import induction_start, previous_token_start
 from kvjax.experiments.training.loop import FIRST
@@ -88,7 +88,7 @@ def initial_params(key: Array) -> PyTree[Any]:
     """
     params = loop.initialised(LanguageModel(CONFIG).shapes, key, embedding_std=_STD)
     params = jax.tree.map(np.array, params)
-    for words, turns in ((DIGITS, 1.0), (NAMES, 0.5), (NUMBERS, 1.0)):
+    for words, turns in ((DIGITS, 1.0), (LETTERS, 0.5), (NUMBERS, 1.0)):
         angle = 2 * np.pi * turns * np.arange(len(words))[:, None] / len(words) * 2.0 ** np.arange(_CIRCLES)
         circles = _STD * 2 * np.concatenate([np.cos(angle), np.sin(angle)], 1)
         params["embed_tokens"][[IDS[w] for w in words], 1 : 1 + 2 * _CIRCLES] = circles
