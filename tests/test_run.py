@@ -12,7 +12,7 @@ import pytest
 
 from kvjax import configs
 from kvjax.configs.experiment import Setup
-from kvjax.experiments import run
+from kvjax.experiments import corpus, run
 from kvjax.experiments.core import setup
 from kvjax.experiments.core.records import KEY
 from tests.runs import ROOT, SHORT, Made, one_layer, samples, small, without_times
@@ -235,7 +235,9 @@ def test_a_policy_and_a_task_of_ones_own_over_seeds_and_text(tmp_path, monkeypat
     """Of each seed there are all examples; one's own text is the haystack."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MAKE)
-    (tmp_path / "text.txt").write_text("The old mine. A pear was lifted! She crossed the river.\n\n" * 60)
+    rng = np.random.default_rng(0)
+    told = "\n\n".join(" ".join(corpus.filler(rng, "train")) for _ in range(120))
+    (tmp_path / "text.txt").write_text(told)
     command = ["--policy", "mine.py:make", *small(budget=["0.5"], examples=["2"]), "--baselines", "--seed", "0", "5"]
     run.main(
         [*command, "--tasks", "mine.py:task", "single_needle", "perplexity", "--text", "text.txt", "--output", "x"]
@@ -315,7 +317,7 @@ def test_the_full_cache_of_an_equal_run_beside_is_taken_over(made, tmp_path, cap
 def test_examples_that_have_the_same_context_are_one_cluster(embedded, tmp_path):
     """A text's stretches are those of every seed."""
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"the code for ada is {i} ." for i in range(400)))
+    text.write_text(" ".join(f"the code for ada is {' '.join(str(i))} ." for i in range(400)))
     given = Setup(tasks=("perplexity",), text=str(text), examples=3, length=100, seed=(0, 1))
     prompts, _ = setup.build(given, setup.find_builders(given), embedded[2], embedded[0].config)
     labels = [dict(p.example.meta).get("same_context", f"perplexity/{p.example.index}") for p in prompts]

@@ -20,7 +20,7 @@ from kvjax.experiments.core.engine import Prompt, prompts_of
 from kvjax.experiments.core.provenance import definition
 from kvjax.experiments.core.records import digest
 from kvjax.experiments.tasks import BadRow, Builder, Example, Task
-from kvjax.experiments.tasks.base import task_of
+from kvjax.experiments.tasks.base import check_known, task_of
 from kvjax.experiments.tasks.rows import Rows, load_rows
 from kvjax.methods.hidden import DropChannels
 
@@ -225,19 +225,15 @@ def _built(name: str, builder: Builder, task: Task, index: int, most: int | None
     """An example whose answers have so many tokens at most.
 
     Raises:
-      ValueError: what is no example; a task in words that the model's vocabulary lacks, as small models' do.
+      ValueError: what is no example, or what `check_known` refuses.
     """
     found = builder(task, index)
     if not isinstance(found, Example) or not found.context or not found.questions:
         raise ValueError(
             f"task {name} made {found!r:.80} of index {index}, not an Example with a context and questions"
         )
-    unknown, *ends = (getattr(task.tokenizer, f"{kind}_token_id", None) for kind in ("unk", "bos", "eos"))
-    ids = {*found.context, *(token for q in found.questions for token in (*q.ids, *q.continuation))}
-    if not isinstance(builder, Rows) and unknown in ids - {*ends}:
-        raise ValueError(
-            f"task {name} has words that this model's vocabulary lacks; ask others with --tasks, or another --model"
-        )
+    if not isinstance(builder, Rows):
+        check_known(found, task.tokenizer)
     cut = lambda q: q if most is None else dataclasses.replace(q, max_new_tokens=min(q.max_new_tokens, most))
     return dataclasses.replace(found, task=name, index=index, questions=(*map(cut, found.questions),))
 

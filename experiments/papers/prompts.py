@@ -8,7 +8,7 @@ from jaxtyping import Int
 
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import TASKS, Task
-from kvjax.experiments.tasks.base import task_of
+from kvjax.experiments.tasks.base import check_known, task_of
 
 
 def from_file(tokenizer: Any, path: pathlib.Path, *, count: int, length: int) -> Int[np.ndarray, "B T"]:
@@ -37,5 +37,7 @@ def from_project(tokenizer: Any, *, count: int, length: int, seed: int = 0) -> I
 
 def _read(name: str, task: Task, count: int, length: int) -> Int[np.ndarray, "B T"]:
     """All that examples of a task of text read, up to `length` tokens."""
-    examples = (TASKS[name](task, i) for i in range(count))
+    examples = [TASKS[name](task, i) for i in range(count)]
+    for e in examples:
+        check_known(e, task.tokenizer)
     return np.array([(e.context + e.questions[0].continuation)[:length] for e in examples], np.int32)

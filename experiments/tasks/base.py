@@ -301,6 +301,21 @@ def in_chat(tokenizer: Any, context: str, question: str) -> tuple[str, str]:
     return before, after[0]
 
 
+def check_known(example: Example, tokenizer: Any) -> None:
+    """Refuses words that a vocabulary lacks, as those of small models do: all of them would be one and the same token.
+
+    Raises:
+      ValueError: an example that has some.
+    """
+    unknown, *ends = (getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "bos", "eos"))
+    asked = (token for q in example.questions for token in (*q.ids, *q.continuation))
+    if unknown in {*example.context, *asked} - {*ends}:
+        raise ValueError(
+            f"task {example.task} has words, of its own or of a text, that this model's vocabulary lacks; give another "
+            "task, text or model"
+        )
+
+
 @runtime_checkable
 class Builder(Interface):
     """What makes the examples of a task, each from its index alone; one with a `__len__` has so many."""
