@@ -68,7 +68,8 @@ def _once(rng: np.random.Generator, count: int) -> Steps:
 
 def _cups(rng: np.random.Generator, count: int) -> Steps:
     """Letters in places, of which two change theirs in each step; each step writes these two, before and after."""
-    places, numbers = dict(zip(DIGITS, _drawn(rng, LETTERS, CUPS), strict=False)), NUMBERS[:count][::-1]
+    places: dict[str, str] = dict(zip(DIGITS, _drawn(rng, LETTERS, CUPS), strict=False))
+    numbers = NUMBERS[:count][::-1]
     swaps = [_drawn(rng, [*places], 2) for _ in range(count)]
     state = lambda: " ".join(f"{place} {letter}" for place, letter in places.items())
     told = " ; ".join(f"{number} {a} {b}" for number, (a, b) in zip(numbers, swaps, strict=True))
