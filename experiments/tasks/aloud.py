@@ -2,7 +2,7 @@
 
 Prompts and answers are made of the words of `VOCABULARY`, for a model that was trained on them (`train.py reasoner`). A
 step ends with ";", and the last one holds the result: `final_step` compares it, `leading_steps` says how far an answer
-was right. The prompt is short; an answer has as many steps as fit into its tokens (`--answer`, 256 if not given).
+was right. An answer has as many steps as fit into its tokens (`--answer`, 256 if not given).
 """
 
 import bisect
