@@ -128,7 +128,7 @@ class Setup:
 
     Attributes:
       model: a checkpoint directory, a hub id ("owner/name" or "owner/name@revision") or a name of `models.PRESETS`;
-        "embedded" or "varied" for a small model that comes with the project.
+        "embedded", "varied" or "reasoner" for a small model that comes with the project.
       tasks: which tasks to run: names, which `--tasks list` prints, or path.py:function of a builder of one's own;
         all five of `TASKS` if not given, and none beside `data`.
       data: rows of one's own: files of JSON lines with context, question and answers, or owner/name:split of the hub.

@@ -3,7 +3,7 @@
     python experiments/findings.py what_decides --model smollm2-135m-instruct --text book.txt
     python experiments/findings.py to_hindsight --model smollm2-135m-instruct --text book.txt
     python experiments/findings.py lost --model smollm2-135m-instruct --text book.txt
-    python experiments/findings.py long_outputs --model results/reasoner
+    python experiments/findings.py long_outputs
 
 The first two let every policy evict from the same reading of each prompt, and read the tokens that follow with what is
 left: what is measured is how far the model's next-token distribution diverges from the full cache's
@@ -105,7 +105,7 @@ class Findings:
       output: where results go.
     """
 
-    name: Annotated[Literal["what_decides", "to_hindsight", "lost"], tyro.conf.Positional]
+    name: Annotated[Literal["what_decides", "to_hindsight", "lost", "long_outputs"], tyro.conf.Positional]
     model: str = "embedded"
     text: pathlib.Path | None = None
     prompts: int = 24
@@ -117,8 +117,8 @@ class Findings:
     output: pathlib.Path = pathlib.Path("results/findings")
 
     def __post_init__(self):
-        if self.name == "lost" and not isinstance(self, Lost):
-            raise ValueError("name='lost' has options of its own, those of Lost")
+        if self.name in ("lost", "long_outputs") and not isinstance(self, Lost):
+            raise ValueError(f"name={self.name!r} has options of its own, those of Lost or LongOutputs")
         check_whole(1, **{name: getattr(self, name) for name in ("length", "follow", "batch_size")})
         check_whole(2, prompts=self.prompts)
         check_distinct("budget", [f"{100 * share:.4g} %" for share in self.budget])

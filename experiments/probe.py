@@ -24,7 +24,7 @@ from kvjax.configs.experiment import check_whole
 from kvjax.experiments.core.command import as_command, check_output, parsed
 from kvjax.experiments.core.setup import read_text
 from kvjax.experiments.tasks import retrieval
-from kvjax.experiments.tasks.base import task_of
+from kvjax.experiments.tasks.base import check_known, task_of
 from kvjax.experiments.tasks.text import filler
 from kvjax.learning import kvzap as zap
 from kvjax.learning.probes import fit_centres, fit_filters, fit_queries, head_importance
@@ -68,11 +68,12 @@ def pieces(tokenizer: Any, probe: Probe) -> np.ndarray:
     """Pieces of a text "B T", from random places.
 
     Raises:
-      ValueError: a text that is too short.
+      ValueError: a text that is too short, or has words that the tokenizer does not know.
     """
     rng = np.random.default_rng(probe.seed)
     text = " ".join(filler(rng, 2 * probe.length)) if probe.text is None else read_text(probe.text)
     ids = np.asarray(tokenizer(text, add_special_tokens=False).input_ids, np.int32)
+    check_known("the text", ids.tolist(), tokenizer)
     if len(ids) < probe.length:
         raise ValueError(f"the text has {len(ids)} tokens, but a piece {probe.length}; give a longer --text")
     starts = rng.integers(len(ids) - probe.length + 1, size=probe.examples)
@@ -86,6 +87,7 @@ def questions(tokenizer: Any, probe: Probe) -> tuple[np.ndarray, np.ndarray, np.
     for i in range(probe.examples):
         name = ASKED[i % len(ASKED)]
         example = getattr(retrieval, name)(task, i // len(ASKED))
+        check_known(name, example.given, tokenizer)
         (question,), meta = example.questions, dict(example.meta)
         answer = task.ids(question.references[0].split())
         start, size = int(meta["needle_at"]), int(meta["needle_tokens"])

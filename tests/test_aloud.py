@@ -2,13 +2,20 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
+from kvjax import models
 from kvjax.configs.experiment import Setup
+from kvjax.experiments.core import metrics
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import TASKS, Task, aloud
 from kvjax.experiments.training import loop, reasoner
+from kvjax.models.embedded import REASONER
+from kvjax.run.layers import without_cache
 
 IDS = {word: i for i, word in enumerate(aloud.VOCABULARY)}
 TASK = Task(lambda text: [IDS.get(word, 998) for word in text.split()], (999,), 1024, 0)
@@ -20,16 +27,21 @@ def registers(words):
     return dict(zip(words[::2], map(int, words[1::2]), strict=True))
 
 
+def pairs(of):
+    return " ".join(f"{place} {letter}" for place, letter in of.items())
+
+
 def chain(prompt, steps):
-    """Each step renews the next register by its rule, and restates all registers before if told to."""
+    """Each step renews the next register by its rule, and restates all registers from it on before if told to."""
     kind, *told = prompt.split(" ; ")
     value, rules = registers(kind.split()[3:]), dict(x.split() for x in told[:-1])
     first, asked = told[-1].removesuffix(" ?").split(" : ")
     assert first == f"#{len(steps) - 1}"
     for i, step in enumerate(steps[:-1]):
         state, _, said = step.partition(" : ") if kind.startswith("chain restated") else ("", "", step)
-        assert not state or registers(state.split()) == value
         name = [*rules][i % len(rules)]
+        assert not state or registers(state.split()) == value
+        assert not state or state.split()[0] == name
         old = value[rules[name]]
         value[name] = (old + 1) % 10
         assert said == f"#{len(steps) - 1 - i} {name} {rules[name]} {old} : {name} {value[name]}"
@@ -50,34 +62,41 @@ def passcode(prompt, steps):
 
 
 def cups(prompt, steps):
-    first, *swaps = prompt.removesuffix(" ?").split(" ; ")
+    first, *swaps, number = prompt.removesuffix(" ?").split(" ; ")
     words = first.split()[1:]
     places = dict(zip(words[::2], words[1::2], strict=True))
-    for told, step in zip(swaps, steps[:-1], strict=True):
+    for n, step in zip(range(int(number[1:]), 0, -1), steps[:-1], strict=True):
+        told = swaps[(int(number[1:]) - n) % len(swaps)]
         _, a, b = told.split()
         x, y = places[a], places[b]
-        assert step == f"{told} : {a} {x} {b} {y} : {a} {y} {b} {x}"
         places |= {a: y, b: x}
-    return "final " + " ".join(f"{place} {letter}" for place, letter in places.items())
+        assert step == f"#{n} {told} : {a} {x} {b} {y} : {a} {y} {b} {x} : {pairs(places)}"
+    return f"final {pairs(places)}"
 
 
 def sorting(prompt, steps):
-    words = prompt.removesuffix(" ?").split()[1:]
-    left = [f"{a} {b}" for a, b in zip(words[::2], words[1::2], strict=True)]
-    for least, step in zip(sorted(left), steps[:-1], strict=True):
-        left.remove(least)
-        assert step.split() == f"least {least} rest {' '.join(left)}".split()
-    assert not left
-    return f"final {least}"
+    told, number = prompt.removesuffix(" ?").removeprefix("sort ").split(" ; ")
+    own, steps = told.split(), iter(steps)
+    for n in range(int(number[1:]), 0, -1):
+        assert next(steps).split() == [f"#{n}", "rest", *own]
+        left, ordered, own = own, sorted(own), [chr((ord(x) - 96) % 26 + 97) for x in own]
+        for least in ordered:
+            left.remove(least)
+            assert next(steps).split() == [f"#{n}", "least", least, *(["rest", *left] if left else [])]
+    return f"final {' '.join(ordered)}"
 
 
 def addition(prompt, steps):
-    columns, carry = [x.split() for x in prompt.removesuffix(" ?").removeprefix("add ").split(" ; ")], 0
-    for (number, a, b), step in zip(columns, steps[:-1], strict=True):
-        total = int(a) + int(b) + carry
-        assert step == f"{number} {a} {b} {carry} = {total // 10} {total % 10}"
-        carry = total // 10
-    return f"final {carry}"
+    told, number = prompt.removesuffix(" ?").removeprefix("add ").split(" ; ")
+    both = [x.split() for x in told.split(" : ")]
+    total, more = (sum(int(x) * 10**k for k, x in enumerate(own)) for own in zip(*both, strict=True))
+    of = lambda x: [x // 10**k % 10 for k in range(len(both))]
+    for n, step in zip(range(int(number[1:]), 0, -1), steps[:-1], strict=True):
+        after, carries = total + more, [(total % 10**k + more % 10**k) // 10**k for k in range(len(both) + 1)]
+        columns = zip(of(total), of(more), carries[:-1], carries[1:], of(after), strict=True)
+        assert step == f"#{n} {' : '.join('{} {} {} = {} {}'.format(*column) for column in columns)}"
+        total = after % 10 ** len(both)
+    return f"final {' '.join(map(str, of(total)))}"
 
 
 READ = dict(zip(aloud.KINDS, (chain, chain, cups, sorting, addition, passcode, passcode), strict=True))
@@ -104,10 +123,10 @@ def test_steps_are_right_and_fill_the_answer(name):
 def test_what_has_no_room_is_refused():
     with pytest.raises(ValueError, match=r"chain_restated needs \d\d tokens of an answer for a step; give --answer"):
         TASKS["chain_restated"](dataclasses.replace(TASK, answer=16), 0)
-    with pytest.raises(ValueError, match=r"sorting has fewer than 260 steps, which answer=90000 goes beyond"):
+    with pytest.raises(ValueError, match=r"sorting has fewer than 512 steps, which answer=90000 goes beyond"):
         TASKS["sorting"](dataclasses.replace(TASK, answer=90000), 0)
-    with pytest.raises(ValueError, match=r"cups has \d+ tokens with its answer of 200, but .* positions end at 256"):
-        TASKS["cups"](dataclasses.replace(TASK, answer=ANSWER, limit=256), 0)
+    with pytest.raises(ValueError, match=r"cups has \d+ tokens with its answer of 200, but .* positions end at 220"):
+        TASKS["cups"](dataclasses.replace(TASK, answer=ANSWER, limit=220), 0)
 
 
 def test_documents_of_the_reasoner_are_prompts_and_answers_that_can_be_known():
@@ -124,8 +143,50 @@ def test_documents_of_the_reasoner_are_prompts_and_answers_that_can_be_known():
     np.testing.assert_array_equal(reasoner.batch(0, 3, stage)[0], tokens)
 
 
+def test_the_reasoner_is_what_training_describes():
+    (model, params), tokenizer = models.load(REASONER), models.load_tokenizer(REASONER)
+    assert dataclasses.replace(reasoner.CONFIG, dtype=model.config.dtype) == model.config
+    assert sum(f.stat().st_size for f in REASONER.iterdir()) < 12e6
+    assert models.num_params(params) == 3_097_344
+    assert tokenizer.convert_ids_to_tokens(range(len(reasoner.WORDS))) == [*reasoner.WORDS]
+
+
+@pytest.mark.slow
+def test_the_reasoner_writes_512_tokens_without_a_wrong_step():
+    """Of 28 answers; and its centres are those of its own documents."""
+    (model, params), tokenizer = models.load(REASONER), models.load_tokenizer(REASONER)
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    task = Task(encode, (tokenizer.bos_token_id,), 4096, 1, answer=512)
+    examples = [TASKS[name](task, i) for name in aloud.KINDS for i in range(4)]
+    tokens, lengths = models.pad_left([e.context + e.questions[0].ids for e in examples])
+    found = kvjax.generate(model, params, tokens, lengths=lengths, max_new_tokens=512)
+    texts = tokenizer.batch_decode(found.tokens.tolist(), skip_special_tokens=True)
+    leading = [
+        metrics.find("leading_steps")(x, e.questions[0].references) for x, e in zip(texts, examples, strict=True)
+    ]
+    assert sum(x == 1.0 for x in leading) >= 25, leading
+    with np.load(REASONER / "centres.npz") as stored:
+        for name, x in reasoner.centres(model, params, 1).items():
+            np.testing.assert_allclose(stored[name], x, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.slow
+def test_a_toy_of_the_reasoner_is_trained_and_loaded(tmp_path):
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes
+        reasoner.train(reasoner.Options(tmp_path / "checkpoints", tmp_path / "model", toy=True))
+    (model, params), tokenizer = models.load(tmp_path / "model"), models.load_tokenizer(tmp_path / "model")
+    assert dataclasses.replace(reasoner.CONFIG, dtype=model.config.dtype) == model.config
+    prompt, steps = aloud.KINDS["chain_once"][0](np.random.default_rng(0), 3)
+    text = f"{prompt} {aloud.text_of(steps)}"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert ids == [reasoner.IDS[word] for word in text.split()]
+    assert tokenizer.decode(ids) == text
+    pos = jnp.arange(len(ids))[None]
+    assert np.isfinite(model(params, jnp.array([ids]), attend=without_cache(pos))).all()
+
+
 def test_words_that_a_vocabulary_lacks_are_refused(embedded):
     model, _, tokenizer = embedded
     setup = Setup(tasks=("cups",), examples=1)
-    with pytest.raises(ValueError, match=r"task cups has words, .* that this model's vocabulary lacks"):
+    with pytest.raises(ValueError, match=r"task cups, or its text, has words that this model's vocabulary lacks"):
         build(setup, find_builders(setup), tokenizer, model.config)

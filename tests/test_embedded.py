@@ -14,7 +14,6 @@ from kvjax.experiments.core.engine import Engine, prompts_of, shapes
 from kvjax.experiments.tasks import RETRIEVAL, TASKS, Task
 from kvjax.experiments.training import embedded as training
 from kvjax.experiments.training.loop import FIRST, Options
-from kvjax.models import embedded as module
 from kvjax.models.embedded import EMBEDDED, INCLUDED
 from kvjax.models.tokenizer import save_tokenizer
 
@@ -176,11 +175,11 @@ def test_what_training_writes_is_loaded(tmp_path, monkeypatch):
     assert models.load_tokenizer(tmp_path / "model").decode([corpus.WORD_ID["ada"]]) == "ada"
 
 
-def test_the_varied_model_is_named_where_a_wheel_has_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "VARIED", tmp_path / "none")
-    monkeypatch.setitem(INCLUDED, "varied", tmp_path / "none")
-    with pytest.raises(ValueError, match=r"not with the wheel; run this in a clone, or make it, .* kvjax train varied"):
-        models.load("varied")
+@pytest.mark.parametrize("name", ["varied", "reasoner"])
+def test_a_model_is_named_where_a_wheel_has_none(name, monkeypatch, tmp_path):
+    monkeypatch.setitem(INCLUDED, name, tmp_path / "none")
+    with pytest.raises(ValueError, match=rf"not with the wheel; run this in a clone, or make it, .* train {name}"):
+        models.load(name)
 
 
 def test_models_of_the_project_are_loaded_by_name_unless_a_directory_has_it(monkeypatch, tmp_path):

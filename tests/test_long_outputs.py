@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.configs.probed import probed_arrays
 from kvjax.experiments.core import table
 from kvjax.experiments.papers import long_outputs
 from kvjax.experiments.papers.long_outputs import METHODS, Cell, LongOutputs, label
 
-SMALL = LongOutputs(methods=("h2o", "tova"), every=(1, 8), more=(40, 64), tasks=("cups", "sorting"), examples=6)
+SMALL = LongOutputs(
+    methods=("h2o", "tova"), every=(1, 8), more=(40, 64), tasks=("cups", "sorting"), examples=6, model="embedded"
+)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_head_has_room_for_more_than_was_asked_for(method, embedded):
     """With slots rounded up to eight; what stays is the same for all methods."""
     for prompt, every in itertools.product((True, False), (1, 16)):
-        policy = Cell(method, prompt, every).policy(60)
+        policy = Cell(method, prompt, every).policy(60, probed_arrays(SMALL.setup, "", "centres"))
         plan = kvjax.make_plan(embedded[0].config, policy, np.array([100, 80]), 100, 300)
         assert 156 <= max(plan.capacities) <= 160
         assert policy.recent == long_outputs.LAST

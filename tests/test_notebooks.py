@@ -34,9 +34,10 @@ SAID = {
         "True True False",
         "after 16 new tokens: 48 live tokens a head",
     ],
+    "thinking_aloud": ["full cache         100, leading 100       100, leading 100", "window             100"],
     "reading_kept_positions": ["StreamingLLM  heads that hold the wanted digits, by layer: [0.12 0.12 0.12 0.12]"],
 }
-PICTURES = {"a_real_model": 2, "budget_curve_by_vmap": 2, "reading_kept_positions": 2}
+PICTURES = {"a_real_model": 2, "budget_curve_by_vmap": 2, "reading_kept_positions": 2, "thinking_aloud": 1}
 CODE = re.compile(r":[0-9a-f]{8}\b| at 0x[0-9a-f]+")  # of a function: another Python compiles it otherwise
 NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:e-?\d+)?")
 
@@ -67,7 +68,11 @@ def pictures(notebook):
     return sum("image/png" in o.get("data", {}) for o in outputs(notebook))
 
 
-LONG = {"a_real_model", "budget_curve_by_vmap"}  # the README's blocks and the tests of curves do what they do
+LONG = {
+    "a_real_model",
+    "budget_curve_by_vmap",
+    "thinking_aloud",
+}  # the README's blocks and the tests of curves do what they do
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that run notebooks

@@ -21,3 +21,10 @@ def test_a_function_with_a_hidden_layer_is_fitted(tmp_path, capsys):
     with np.load(of.output) as arrays:
         shapes = {name: x.shape for name, x in arrays.items()}
     assert shapes == {"in": (4, 128, 4), "in_bias": (4, 4), "out": (4, 4, 4), "out_bias": (4, 4)}
+
+
+def test_a_text_of_other_words_than_the_vocabulary_has_is_refused(tmp_path):
+    (tmp_path / "text").write_text("the parrot squawks . " * 40)
+    of = probe.Probe(tmp_path / "centres.npz", text=str(tmp_path / "text"), length=64)
+    with pytest.raises(ValueError, match="the text has words that this model's vocabulary lacks; give another"):
+        probe.centres(of)

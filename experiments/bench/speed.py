@@ -2,6 +2,7 @@
 
     python -m kvjax.experiments.bench.speed prefill
     python -m kvjax.experiments.bench.speed decode
+    python -m kvjax.experiments.bench.speed answers
 
 Rounds are interleaved in one process; compare the ratios, not the seconds. Memory is what XLA planned for the compiled
 program: an array that grew with the square of the prompt would show.
@@ -24,6 +25,7 @@ from kvjax.experiments.bench.policies import make_policy
 from kvjax.experiments.bench.process import seconds_in_turns
 from kvjax.experiments.core.command import check_output, script
 from kvjax.experiments.core.provenance import write_found
+from kvjax.experiments.papers import long_outputs
 from kvjax.models.embedded import EMBEDDED
 
 READING = ("h2o", "tova", "snapkv", "pyramidkv", "ada_snapkv", "streaming_llm", "random")
@@ -163,6 +165,59 @@ def decode(
     write_found(output, **sizes, random=random, rows=rows)
 
 
+def answers(
+    model: str = "reasoner",
+    length: int = 256,
+    steps: int = 2048,
+    batch: int = 1,
+    more: int = 128,
+    every: tuple[int, ...] = (1, 16),
+    rounds: int = 3,
+    methods: tuple[str, ...] = tuple(long_outputs.METHODS),
+    output: pathlib.Path | None = None,
+) -> None:
+    """What a long answer costs under the policies of `findings.py long_outputs`, beside a window of as many tokens.
+
+    Args:
+      model: a model with `centres.npz` beside its weights, if triattention is among the methods.
+      length: of the prompt, which stays.
+      steps: tokens of the answer.
+      batch: sequences at once.
+      more: tokens that a head may hold beside the prompt's.
+      every: tokens between two evictions.
+      rounds: timed runs of each method, interleaved.
+      methods: of the study, the window always among them.
+      output: a JSON file of what was found.
+    """
+    check_whole(1, length=length, steps=steps, batch=batch, rounds=rounds)
+    study = long_outputs.LongOutputs(model=model, methods=methods, every=every, more=(more,))
+    check_output(output)
+    centres = study.known
+    loaded, params = models.load(model)
+    tokens, runs, rows = _prompts(loaded, batch, length), {}, []
+    cells = [cell for cell in long_outputs.cells(dict.fromkeys(("window", *methods)), every) if cell.prompt]
+    for cell in cells:
+        read = kvjax.prefill(loaded, params, tokens, policy=cell.policy(more, centres), max_new_tokens=steps)
+        how = {"max_new_tokens": steps + 1, "eos_ids": ()}
+        runs[cell.name] = functools.partial(kvjax.generate_from, loaded, params, *read, **how)
+    seconds = {name: np.array(s) for name, s in seconds_in_turns(runs, rounds, jax.block_until_ready).items()}
+    for cell in cells:
+        s, window = seconds[cell.name], seconds[cell._replace(method="window").name]
+        rows.append(
+            {
+                "method": cell.method,
+                "every": cell.every,
+                "milliseconds_per_token": 1000 * float(np.median(s)) / steps,
+                "of_window": float(np.median(s / window)),
+                "milliseconds_per_eviction_beyond_window": 1000 * float(np.median(s - window)) * cell.every / steps,
+            }
+        )
+    sizes = {"model": model, "length": length, "steps": steps, "batch": batch, "more": more, "rounds": rounds}
+    print(f"{steps} tokens after a prompt of {length} that stays, {more} more, {rounds} interleaved rounds\n")
+    _show(rows)
+    write_found(output, **sizes, rows=rows)
+
+
 def _show(rows: list[dict[str, Any]]) -> None:
     """Prints rows under their names."""
     print(pd.DataFrame(rows).to_string(index=False, float_format="{:,.3f}".format))
@@ -175,4 +230,4 @@ def _prompts(model: models.LanguageModel, batch: int, length: int) -> jax.Array:
 
 
 if __name__ == "__main__":
-    script({"prefill": prefill, "decode": decode})
+    script({"prefill": prefill, "decode": decode, "answers": answers})

@@ -233,7 +233,7 @@ def _built(name: str, builder: Builder, task: Task, index: int, most: int | None
             f"task {name} made {found!r:.80} of index {index}, not an Example with a context and questions"
         )
     if not isinstance(builder, Rows):
-        check_known(found, task.tokenizer)
+        check_known(f"task {name}, or its text,", found.given, task.tokenizer)
     cut = lambda q: q if most is None else dataclasses.replace(q, max_new_tokens=min(q.max_new_tokens, most))
     return dataclasses.replace(found, task=name, index=index, questions=(*map(cut, found.questions),))
 

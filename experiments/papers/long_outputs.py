@@ -19,6 +19,7 @@ import kvjax
 from kvjax import Policy, methods
 from kvjax.budgets import Combined, Schedule
 from kvjax.configs.experiment import Experiment, Setup, check_distinct, check_whole
+from kvjax.configs.probed import probed_arrays
 from kvjax.experiments.core import job, sources, stats, table, views
 from kvjax.experiments.core.command import check_output, write_page
 from kvjax.experiments.core.outputs import TOLD
@@ -27,12 +28,14 @@ from kvjax.experiments.papers.base import canvas, message
 from kvjax.experiments.tasks.aloud import ALOUD
 from kvjax.models.written import write_bytes
 
-METHODS: Final[dict[str, Callable[[Any], Policy]]] = {
+METHODS: Final[dict[str, Callable[..., Policy]]] = {
     "random": methods.random, "window": methods.window, "h2o": methods.h2o, "tova": methods.tova, "roco": methods.roco,
     "keyformer": methods.keyformer, "keydiff": methods.keydiff, "r_kv": methods.r_kv, "vase": methods.vase,
-    "lazy_eviction": methods.lazy_eviction,
+    "lazy_eviction": methods.lazy_eviction, "triattention": methods.triattention,
 }  # fmt: skip
 """Those whose scores go on while tokens are written, with their own settings."""
+KNOWS: Final = "triattention"
+"""Which must know something of the model: the centres of its queries."""
 CONTROL: Final = "random"
 FACTORS: Final = ("method", "prompt", "interval")
 _CALLED = dict(zip(FACTORS, ("the method", "whether the prompt stays", "how often it evicts"), strict=True))
@@ -58,10 +61,11 @@ class Cell(NamedTuple):
         """What lines call it."""
         return f"{self.method}, {'prompt stays' if self.prompt else 'prompt competes'}, every {self.every}"
 
-    def policy(self, more: int) -> Policy:
+    def policy(self, more: int, centres: Mapping[str, Any]) -> Policy:
         """The policy, of which no head holds more than the prompt's tokens and `more` at any time."""
         kept: dict[str, Any] = {"prompt": True} if self.prompt else {"sinks": FIRST}
-        made = METHODS[self.method](Combined("sum", (1.0, more - self.every)))
+        known = centres if self.method == KNOWS else {}
+        made = METHODS[self.method](Combined("sum", (1.0, more - self.every)), **known)
         return kvjax.when(Schedule(over=self.every), kvjax.protect(made, recent=LAST, **kept))
 
 
@@ -75,9 +79,9 @@ def label(more: int) -> str:
     return f"prompt + {more}"
 
 
-def experiment(of: Sequence[Cell], more: Sequence[int], setup: Setup) -> Experiment:
+def experiment(of: Sequence[Cell], more: Sequence[int], setup: Setup, known: Mapping[str, Any]) -> Experiment:
     """The full cache, and every combination at every budget."""
-    policies = lambda cell: tuple((label(n), cell.policy(n)) for n in more)
+    policies = lambda cell: tuple((label(n), cell.policy(n, known)) for n in more)
     beside = tuple(Experiment(cell.name, policies(cell), setup) for cell in of)
     return Experiment("full", ((1.0, methods.full()),), setup, beside=beside)
 
@@ -115,12 +119,13 @@ class LongOutputs:
 
     Attributes:
       name: the question.
-      model: what `train.py reasoner` wrote, a small model that works step by step; or a checkpoint, whose texts go on.
+      model: the project's reasoner, a small model that works step by step; or a checkpoint, whose texts go on.
       methods: of `METHODS`; the control, random, is always there.
       every: tokens between two evictions.
       more: tokens that a head may hold beyond the prompt's, at any time.
       tasks: what is asked; if not given, all tasks that think aloud, and of another model than the reasoner that it
         goes on.
+      centres: what `probe.py centres` wrote of the model, for triattention; that beside its weights if empty.
       examples: of each task.
       answer: tokens of an answer, at most.
       length: tokens of a prompt of text.
@@ -132,11 +137,12 @@ class LongOutputs:
     """
 
     name: Annotated[Literal["long_outputs"], tyro.conf.Positional] = "long_outputs"
-    model: str = "results/reasoner"
+    model: str = "reasoner"
     methods: tuple[str, ...] = tuple(METHODS)
     every: tuple[int, ...] = (1, 16, 32)
     more: tuple[int, ...] = (64, 128)
     tasks: tuple[str, ...] = ()
+    centres: str = ""
     examples: int = 16
     answer: int = 512
     length: int = 256
@@ -179,6 +185,25 @@ class LongOutputs:
         return Setup(tasks=tasks, batch_size=self.batch_size, **asked, **shared)
 
     @property
+    def aloud(self) -> bool:
+        """Whether all tasks think aloud."""
+        return all(task in ALOUD for task in self.setup.task_names)
+
+    @property
+    def measure(self) -> str:
+        """What the scores of answers are called."""
+        return "answers right" if self.aloud else "answers like the full cache's"
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """The centres of the model's queries, if a method must know them.
+
+        Raises:
+          ValueError: their file is not there, or another model's.
+        """
+        return probed_arrays(self.setup, self.centres, "centres") if KNOWS in self.methods else {}
+
+    @property
     def stem(self) -> str:
         """What files are called."""
         return f"{self.name}-{pathlib.PurePath(self.model).name}"
@@ -195,14 +220,14 @@ def page(options: LongOutputs, lines: pd.DataFrame, prompts: str) -> tuple[str, 
     of, levels = options.cells, (len({c.method for c in options.cells}), 2, len(options.every))
     right = measured(lines, of, options.more, "value")
     likely = measured(lines, of, options.more, "own_nll")
-    beside = {"answers right": right.values, "likelihood": likely.full - likely.values}
+    beside = {options.measure: right.values, "likelihood": likely.full - likely.values}
     among = {
         name: [stats.explained(x[:, b].reshape(*levels, -1), FACTORS) for b in range(len(options.more))]
         for name, x in beside.items()
     }
     after = {} if options.prefill is None else _after_prefill(options.prefill)
     among |= {"after a prefill": [*after.values()]} if after else {}
-    first = among["answers right"][0]
+    first = among[options.measure if options.aloud else "likelihood"][0]
     decides = max(FACTORS, key=lambda name: first[name].mean)
     title = f"While the model writes, what decides most is {_CALLED[decides]}"
     tables: list[str | Table] = ["Full cache:", _full(lines)]
@@ -211,17 +236,18 @@ def page(options: LongOutputs, lines: pd.DataFrame, prompts: str) -> tuple[str, 
         shown = [(factor, *(percent(*x[factor]) for x in each)) for factor in each[0]]
         tables += [f"Variance explained, {name}, %:", Table(("factor", *heads), shown)]
     for b, n in enumerate(options.more):
-        tables += [f"## {label(n)} tokens", "Final steps right, %, and beside random tokens with the whole prompt:"]
-        tables += [_scores(options, right, likely, b), "Of each task, with the whole prompt, final steps right, %:"]
+        told = f"{options.measure.capitalize()}, %, beside the control, random tokens and the prompt, and perplexities:"
+        tables += [f"## {label(n)} tokens", told, _scores(options, right, likely, b)]
+        tables += [f"Of each task, where the prompt stays, {options.measure}, %:"]
         tables += [_by_task(options, right, b), "How answers look:", _looks(options, lines, b)]
     about = (
         f"Model {options.model} in {options.dtype}, {options.examples} examples of each of "
         f"{', '.join(options.setup.task_names)}, answers of {options.answer} tokens at most. {prompts} No head holds "
         f"more than the prompt's tokens and so many more at any time; the last {LAST} stay, and the first {FIRST} of a "
         "prompt that competes. Evicting every n tokens lets a cache grow by n in between. Likelihoods are of the full "
-        "cache's own answers, read token by token; variance is of the mean log-likelihood of a token less the full "
-        "cache's. Intervals are of 95 %; p-values, of paired tests, are adjusted for all of a table (Holm). By "
-        f"`python {shlex.join(_command(options))}`."
+        "cache's own answers, read token by token, and so are perplexities; variance is of the mean log-likelihood of "
+        "a token less the full cache's. Intervals are of 95 %; p-values, of paired tests, are adjusted for all of a "
+        f"table (Holm). By `python {shlex.join(_command(options))}`."
     )
     figure = message(_picture(options, among, right), title, f"{options.model}, {len(right.tasks)} prompts")
     return markdown(title, about, f"![{title}]({options.stem}.png)", *tables), figure
@@ -230,7 +256,8 @@ def page(options: LongOutputs, lines: pd.DataFrame, prompts: str) -> tuple[str, 
 def run(options: LongOutputs, command: Sequence[str]) -> None:
     """Runs what is missing, and writes."""
     check_output(options.output / f"{options.stem}.png")
-    job.run(experiment(options.cells, options.more, options.setup), options.output / options.stem, [*command])
+    crossed = experiment(options.cells, options.more, options.setup, options.known)
+    job.run(crossed, options.output / options.stem, [*command])
     found = sources.read([options.output / options.stem])
     rows = table.examples(found.lines)
     prompts = f"{views.prompts(rows, {r.name: r for r in found.runs})} {views.devices(found.runs)}"
@@ -288,7 +315,7 @@ def _scores(options: LongOutputs, right: Measured, likely: Measured, b: int) -> 
         nll = [f"{np.exp(likely.values[i, b].mean()):.3f}" for i in own]
         each = [x for of_interval in zip(scores, said, nll, strict=True) for x in of_interval]
         rows.append((method, "stays" if prompt else "competes", *each))
-    heads = [x for n in options.every for x in (f"every {n}", "beside the control", "perplexity of the full cache's")]
+    heads = [x for n in options.every for x in (f"every {n}", f"beside the control, {n}", f"perplexity, {n}")]
     return Table(("method", "prompt", *heads), rows)
 
 
@@ -336,7 +363,7 @@ def _picture(options: LongOutputs, among: Mapping[str, Sequence[Any]], right: Me
         yticks=range(len(rows)),
         yticklabels=rows,
         xlim=(-3, 103),
-        xlabel=f"final steps right, %, {label(options.more[b])}",
+        xlabel=f"{options.measure}, %, {label(options.more[b])}",
     )
     other.axvline(100 * right.full.mean(), color="0.6", linestyle="--", label="full cache")
     other.legend(fontsize="small")

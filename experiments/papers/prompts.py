@@ -39,5 +39,5 @@ def _read(name: str, task: Task, count: int, length: int) -> Int[np.ndarray, "B 
     """All that examples of a task of text read, up to `length` tokens."""
     examples = [TASKS[name](task, i) for i in range(count)]
     for e in examples:
-        check_known(e, task.tokenizer)
+        check_known("the text", e.given, task.tokenizer)
     return np.array([(e.context + e.questions[0].continuation)[:length] for e in examples], np.int32)

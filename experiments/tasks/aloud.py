@@ -6,6 +6,7 @@ was right. An answer has as many steps as fit into its tokens (`--answer`, 256 i
 """
 
 import bisect
+import itertools
 import string
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -15,17 +16,15 @@ import numpy as np
 from kvjax.experiments.tasks.base import Builder, Example, Question, Task, example
 
 ANSWER: Final = 256
-LETTERS: Final = tuple(string.ascii_lowercase)
-DIGITS: Final = tuple(string.digits)
+LETTERS: Final[tuple[str, ...]] = tuple(string.ascii_lowercase)
+DIGITS: Final[tuple[str, ...]] = tuple(string.digits)
 NUMBERS: Final = tuple(f"#{i}" for i in range(1, 513))
 """Of steps, which count down."""
-ITEMS: Final = tuple(f"{letter} {digit}" for letter in LETTERS for digit in DIGITS)
-"""What is sorted, in order."""
 WORDS: Final = tuple("+ = : ; ? chain restated once cups sort least rest add code from final".split())
 VOCABULARY: Final = (*LETTERS, *DIGITS, *NUMBERS, *WORDS)
 """All words of prompts and answers, each with a space before it."""
 REGISTERS: Final = 8
-CUPS: Final = 6
+CUPS, SWAPS, LISTED, COLUMNS = 6, 8, 6, 4
 MOST: Final = 3
 """Of what is added to a digit of a code: sums whose operands say nothing by themselves are hard to learn."""
 Steps = tuple[str, list[str]]
@@ -44,15 +43,16 @@ def _chain(rng: np.random.Generator, count: int, restated: bool) -> Steps:
     back = rng.integers(2, REGISTERS, REGISTERS)
     rules = {name: names[i - back[i]] for i, name in enumerate(names)}
     asked = names[int(rng.integers(REGISTERS))]
-    state = lambda: " ".join(f"{name} {x}" for name, x in value.items())
+    # The register that is renewed next stands first.
+    state = lambda i: " ".join(f"{name} {value[name]}" for name in (*names[i:], *names[:i]))
     written = " ; ".join(f"{name} {other}" for name, other in rules.items())
     kind = "restated" if restated else "once"
-    prompt = f"chain {kind} : {state()} ; {written} ; {numbers[0]} : {asked} ?"
+    prompt = f"chain {kind} : {state(0)} ; {written} ; {numbers[0]} : {asked} ?"
     steps = []
     for i, number in enumerate(numbers):
         name = names[i % REGISTERS]
         other = rules[name]
-        before, old = f"{state()} : " if restated else "", value[other]
+        before, old = f"{state(i % REGISTERS)} : " if restated else "", value[other]
         value[name] = (old + 1) % 10
         steps.append(f"{before}{number} {name} {other} {old} : {name} {value[name]}")
     return prompt, [*steps, f"final {asked} {value[asked]}"]
@@ -67,39 +67,48 @@ def _once(rng: np.random.Generator, count: int) -> Steps:
 
 
 def _cups(rng: np.random.Generator, count: int) -> Steps:
-    """Letters in places, of which two change theirs in each step; each step writes these two, before and after."""
-    places: dict[str, str] = dict(zip(DIGITS, _drawn(rng, LETTERS, CUPS), strict=False))
-    numbers = NUMBERS[:count][::-1]
-    swaps = [_drawn(rng, [*places], 2) for _ in range(count)]
+    """Letters in places, and swaps of two by name, made in turn; a step writes these two, before and after, and all."""
+    letters, numbers = _drawn(rng, LETTERS, CUPS + SWAPS), NUMBERS[:count][::-1]
+    places = dict(zip(DIGITS, letters[:CUPS], strict=False))
+    swaps = {name: _drawn(rng, [*places], 2) for name in letters[CUPS:]}
     state = lambda: " ".join(f"{place} {letter}" for place, letter in places.items())
-    told = " ; ".join(f"{number} {a} {b}" for number, (a, b) in zip(numbers, swaps, strict=True))
-    prompt, steps = f"cups {state()} ; {told} ?", []
-    for number, (a, b) in zip(numbers, swaps, strict=True):
+    told = " ; ".join(f"{name} {a} {b}" for name, (a, b) in swaps.items())
+    prompt, steps = f"cups {state()} ; {told} ; {numbers[0]} ?", []
+    for number, (name, (a, b)) in zip(numbers, itertools.cycle(swaps.items()), strict=False):
         x, y = places[a], places[b]
         places |= {a: y, b: x}
-        steps.append(f"{number} {a} {b} : {a} {x} {b} {y} : {a} {y} {b} {x}")
+        steps.append(f"{number} {name} {a} {b} : {a} {x} {b} {y} : {a} {y} {b} {x} : {state()}")
     return prompt, [*steps, f"final {state()}"]
 
 
 def _sort(rng: np.random.Generator, count: int) -> Steps:
-    """The least of a list is taken out, again and again; each step writes what is left."""
-    items = _drawn(rng, ITEMS, count)
-    prompt, left, steps = f"sort {' '.join(items)} ?", list(items), []
-    while left:
-        left.remove(least := min(left))
-        steps.append(f"least {least} rest {' '.join(left)}".rstrip())
-    return prompt, [*steps, f"final {max(items)}"]
+    """A list whose least letter is taken out, again and again, and then the list of the letters that follow its own."""
+    left, ordered = _drawn(rng, LETTERS, LISTED), list[str]()
+    numbers, steps = NUMBERS[: -(-count // (LISTED + 1))][::-1], []
+    prompt = f"sort {' '.join(left)} ; {numbers[0]} ?"
+    for number in numbers:
+        steps.append(f"{number} rest {' '.join(left)}")
+        after, ordered = [LETTERS[(LETTERS.index(x) + 1) % len(LETTERS)] for x in left], sorted(left)
+        for least in ordered:
+            left.remove(least)
+            steps.append(f"{number} least {least} rest {' '.join(left)}".removesuffix(" rest "))
+        left = after
+    return prompt, [*steps, f"final {' '.join(ordered)}"]
 
 
 def _add(rng: np.random.Generator, count: int) -> Steps:
-    """Two numbers, a column a step from the last one on: its digits, what was carried, both digits of their sum."""
-    numbers, digits, carry, steps = NUMBERS[:count][::-1], rng.integers(0, 10, (count, 2)).tolist(), 0, []
-    told = " ; ".join(f"{number} {a} {b}" for number, (a, b) in zip(numbers, digits, strict=True))
-    for number, (a, b) in zip(numbers, digits, strict=True):
-        total = a + b + carry
-        steps.append(f"{number} {a} {b} {carry} = {total // 10} {total % 10}")
-        carry = total // 10
-    return f"add {told} ?", [*steps, f"final {carry}"]
+    """A number that is added again and again, last column first: digits, carried, carry, sum."""
+    digits, more = rng.integers(0, 10, (2, COLUMNS)).tolist()
+    told = " : ".join(f"{a} {b}" for a, b in zip(digits, more, strict=True))
+    numbers, steps = NUMBERS[:count][::-1], []
+    for number in numbers:
+        columns, carry = [], 0
+        for k, b in enumerate(more):
+            a, total = digits[k], digits[k] + b + carry
+            columns.append(f"{a} {b} {carry} = {total // 10} {total % 10}")
+            carry, digits[k] = divmod(total, 10)
+        steps.append(f"{number} {' : '.join(columns)}")
+    return f"add {told} ; {numbers[0]} ?", [*steps, f"final {' '.join(map(str, digits))}"]
 
 
 def _passcode(rng: np.random.Generator, count: int, in_prompt: bool) -> Steps:
@@ -126,9 +135,9 @@ def _in_answer(rng: np.random.Generator, count: int) -> Steps:
 KINDS: Final[dict[str, tuple[Callable[[np.random.Generator, int], Steps], str]]] = {
     "chain_restated": (_restated, "A chain of sums; each step restates all that it needs."),
     "chain_once": (_once, "A chain of sums; a step needs what was said once, up to eight steps before."),
-    "cups": (_cups, "Places of cups that are swapped, with a scratch pad of all."),
-    "sorting": (_sort, "A list that is sorted by its least member, again and again."),
-    "addition": (_add, "The sum of two long numbers, with carries written out."),
+    "cups": (_cups, "Places of cups, two of which are swapped in each step, with a scratch pad of all."),
+    "sorting": (_sort, "Lists that are sorted by the least letter, each made of the one before."),
+    "addition": (_add, "A number that is added again and again, with carries written out."),
     "passcode_in_prompt": (_in_prompt, "A code that the prompt says, asked for behind a chain of sums."),
     "passcode_in_answer": (_in_answer, "A code that the answer's first step works out, asked for behind a chain."),
 }
@@ -147,8 +156,7 @@ def drawn(task: Task, name: str, index: int) -> Steps:
       ValueError: no room for a step, room for more than there are words for, or a prompt and an answer beyond the
         model's positions.
     """
-    most = len(ITEMS) if name == "sorting" else len(NUMBERS)
-    answer, make = task.answer or ANSWER, KINDS[name][0]
+    most, answer, make = len(NUMBERS), task.answer or ANSWER, KINDS[name][0]
     tokens = lambda text: len(task.ids(text.split()))
     steps_of = lambda count: make(task.rng(name, index), count)
     too_long = lambda count: tokens(text_of(steps_of(count)[1])) >= answer  # the token that ends it included

@@ -5,7 +5,7 @@ import functools
 import itertools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar, runtime_checkable
 from typing import Protocol as Interface
 
@@ -107,6 +107,11 @@ class Example:
     context: Tokens
     questions: tuple[Question, ...]
     meta: tuple[tuple[str, float | str], ...] = ()
+
+    @property
+    def given(self) -> Tokens:
+        """All token ids that a model is given."""
+        return (*self.context, *(token for q in self.questions for token in (*q.ids, *q.continuation)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,19 +306,20 @@ def in_chat(tokenizer: Any, context: str, question: str) -> tuple[str, str]:
     return before, after[0]
 
 
-def check_known(example: Example, tokenizer: Any) -> None:
+def check_known(what: str, ids: Iterable[int], tokenizer: Any) -> None:
     """Refuses words that a vocabulary lacks, as those of small models do: all of them would be one and the same token.
 
+    Args:
+      what: has these words.
+      ids: token ids.
+      tokenizer: which made them.
+
     Raises:
-      ValueError: an example that has some.
+      ValueError: there are some.
     """
     unknown, *ends = (getattr(tokenizer, f"{kind}_token_id", None) for kind in ("unk", "bos", "eos"))
-    asked = (token for q in example.questions for token in (*q.ids, *q.continuation))
-    if unknown in {*example.context, *asked} - {*ends}:
-        raise ValueError(
-            f"task {example.task} has words, of its own or of a text, that this model's vocabulary lacks; give another "
-            "task, text or model"
-        )
+    if unknown in {*ids} - {*ends}:
+        raise ValueError(f"{what} has words that this model's vocabulary lacks; give another task, text or model")
 
 
 @runtime_checkable

@@ -491,6 +491,69 @@ def lost(page: pathlib.Path) -> Iterator[Said]:
     yield "title", title(page), [scipy.stats.spearmanr(right, x).statistic for x in others], ".2f"
 
 
+def long_outputs(page: pathlib.Path) -> Iterator[Said]:
+    """Which final steps are right, by the answers; what decides that, and how likely the full cache's answers are."""
+    found = pd.read_csv(page.with_suffix(".csv.gz"), dtype={"budget": str}).sort_values(["task", "index"])
+    steps = lambda text: [" ".join(step.split()) for step in text.split(";")]
+    rows = {key: own.set_index(["task", "index"]) for key, own in found.groupby(["method", "budget"], sort=False)}
+    (full,) = (own for (method, _), own in rows.items() if method == "full")
+    wanted = [json.loads(x)[0][0] for x in full["references"]]
+    given = lambda own: [json.loads(x)[0] for x in own["output"]]
+    tasks, every = np.array([task for task, _ in full.index]), [*tables(page)]
+    last_step = lambda own: [float(steps(a)[-1] == steps(b)[-1]) for a, b in zip(given(own), wanted, strict=True)]
+    works = "steps before the first wrong one, %" in every[0][1][0]
+    right = lambda own: np.array(last_step(own) if works else own["value"], float)
+    cells = [tuple(name.split(", ")) for name, _ in rows if name != "full"]
+    methods, prompts, intervals = ([*dict.fromkeys(x)] for x in zip(*cells, strict=True))
+    budgets = [*dict.fromkeys(budget for name, budget in rows if name != "full")]
+    of = lambda read, b: np.array([read(rows[", ".join(x), b]) for x in itertools.product(methods, prompts, intervals)])
+    likely = lambda own: own["own_nll"].to_numpy(float)
+    for row in every[0][1]:
+        own = full.loc[[row["task"]]]
+        yield f"full, {row['task']}", row["final step right, %"], 100 * score(right(full)[tasks == row["task"]]), ".1f"
+        yield f"full, {row['task']}, ended", row["ended by itself, %"], 100 * score(own["ended"]), ".1f"
+    shape = len(methods), len(prompts), len(intervals), -1
+    measured = {
+        "answers right" if works else "answers like the full cache's": lambda b: of(right, b),
+        "likelihood": lambda b: likely(full) - of(likely, b),
+    }
+    for name, of_budget in measured.items():
+        (shown,) = (t for before, t in every if before == f"Variance explained, {name}, %:")
+        for b in budgets:
+            x, rng = of_budget(b).reshape(shape), np.random.default_rng(0)
+            n = x.shape[-1]
+            again = [shares(x[..., rng.integers(n, size=n)].mean(-1)) for _ in range(1000)]
+            ends = np.array([shares(x.mean(-1)), *np.quantile(again, (0.025, 0.975), axis=0)])
+            for row, made in zip(shown, 100 * ends.T, strict=True):
+                yield f"{next(iter(row.values()))} of {name}, {b}", row[b], made, ".1f"
+    key = lambda row, n: f"{row['method']}, prompt {row['prompt']}, every {n}"
+    shown = [t for before, t in every if ", beside the control" in before]
+    by_task = [t for before, t in every if before.startswith("Of each task")]
+    for b, own, each in zip(budgets, shown, by_task, strict=True):
+        pairs = [(row, n.removeprefix("every ")) for row in own for n in intervals]
+        compared = [x for x in pairs if (x[0]["method"], x[0]["prompt"]) != ("random", "stays")]
+        of_row = lambda row, n, b=b: right(rows[key(row, n), b])
+        control = {n: of_row({"method": "random", "prompt": "stays"}, n) for _, n in pairs}
+        tested = decided([(of_row(*x)[None], control[x[1]][None], range(len(full))) for x in compared])
+        for row, n in pairs:
+            yield f"{key(row, n)}, {b}", row[f"every {n}"], 100 * score(of_row(row, n)), ".1f"
+            yield (
+                f"{key(row, n)}, {b}, NLL",
+                row[f"perplexity, {n}"],
+                np.exp(likely(rows[key(row, n), b]).mean()),
+                ".3f",
+            )
+        for (row, n), (mean, *_, p) in zip(compared, tested, strict=True):
+            said = row[f"beside the control, {n}"]
+            yield f"{key(row, n)}, {b}, word", said.partition(",")[0], word(p, mean), ""
+            yield f"{key(row, n)}, {b}, p", said.partition("= ")[2], p, ".2g"
+        last = intervals[-1].removeprefix("every ")
+        for row in each[1:]:
+            x = of_row({"method": next(iter(row.values())), "prompt": "stays"}, last)
+            for task in dict.fromkeys(tasks):
+                yield f"{next(iter(row.values()))}, {task}, {b}", row[task], 100 * score(x[tasks == task]), ".1f"
+
+
 def answers(page: pathlib.Path) -> Iterator[Said]:
     """Scores of methods and of presses on the same prompts, their places, and how many answers are the same."""
     of, ((_, rows),) = pd.read_csv(page.with_name("scores.csv.gz")), tables(page)
@@ -580,7 +643,7 @@ def pages(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, Iterator[Said]]]:
     kinds = {
         "board/*/board.md": board, "replication/**/replication.md": functools.partial(claims, every=every),
         "findings/to_hindsight-*.md": to_hindsight, "findings/what_decides-*.md": what_decides,
-        "findings/lost-*.md": lost, "peers/answers/answers.md": answers,
+        "findings/lost-*.md": lost, "findings/long_outputs-*.md": long_outputs, "peers/answers/answers.md": answers,
         "learned_*/summary.json": learned, "learned_scorer/unseen.json": learned, "main_job/report.md": main_job,
     }  # fmt: skip
     for pattern, said in kinds.items():
