@@ -58,7 +58,7 @@ def test_a_process_of_its_own():
 
 BENCHES = (
     *(compiling.bench, curves.main, loading.bench, memory.bench, peers.bench, sharding.main, soak.soak),
-    *(speed.decode, speed.prefill, stream.bench, gates.run),
+    *(speed.answers, speed.decode, speed.prefill, stream.bench, gates.run),
 )
 BAD = {int: (-1,), float: (np.nan, -1.0), tuple[int, ...]: ((4, -1),), tuple[float, ...]: ((np.nan,), (-1.0,))}
 
@@ -79,7 +79,7 @@ BAD = {int: (-1,), float: (np.nan, -1.0), tuple[int, ...]: ((4, -1),), tuple[flo
         (curves.main, {"rows": 65}, "rows=65, but examples go on for 64 tokens"),
         *(
             (f, {"output": pathlib.Path("/")}, "--output / is a directory; name a file in it")
-            for f in (speed.decode, speed.prefill, curves.main)
+            for f in (speed.answers, speed.decode, speed.prefill, curves.main)
         ),
     ],
 )
@@ -118,6 +118,11 @@ def test_speeds_are_measured_and_written_with_how_to_make_them_again(tmp_path, c
     assert decoded["rows"][0]["of_full"] == read["timings"][0]["median_of_paired_ratios"] == 1
     assert {"command", "git_commit", "versions", "device"} <= {*read} & {*decoded}
     assert "h2o's statistics, all kept" in capsys.readouterr().out
+    small: dict = {"length": 24, "steps": 8, "more": 24, "every": (2,), "rounds": 1, "methods": ("triattention",)}
+    speed.answers("embedded", **small, output=tmp_path / "answers.json")
+    window, other = json.loads((tmp_path / "answers.json").read_bytes())["rows"]
+    assert [window["of_window"], window["milliseconds_per_eviction_beyond_window"]] == [1, 0]
+    assert [other["method"], other["every"]] == ["triattention", 2]
 
 
 @pytest.mark.slow
