@@ -353,7 +353,8 @@ def _picture(options: LongOutputs, among: Mapping[str, Sequence[Any]], right: Me
         values = 100 * np.array([[*x] for x in found.values()])
         error = np.abs(values[:, 1:].T - values[:, 0])
         left.bar(at, values[:, 0], 0.75 / len(bars), yerr=error, label=name, error_kw={"elinewidth": 0.8})
-    left.set(xticks=range(len(names)), xticklabels=names, ylabel="variance explained, %", ylim=(0, 100))
+    ticks = names if len(bars) == 2 else ("method", "prompt or\nprotection", "interval or\ndivision", "interactions")
+    left.set(xticks=range(len(names)), xticklabels=ticks, ylabel="variance explained, %", ylim=(0, 100))
     left.legend(fontsize="small")
     b, rows = int(np.argmin(options.more)), [*dict.fromkeys(c.method for c in options.cells)]
     for prompt, marker, text in ((True, "o", "the prompt stays"), (False, "x", "the prompt competes")):
