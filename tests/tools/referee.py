@@ -554,6 +554,18 @@ def long_outputs(page: pathlib.Path) -> Iterator[Said]:
                 yield f"{next(iter(row.values()))}, {task}, {b}", row[task], 100 * score(x[tasks == task]), ".1f"
 
 
+def reasoner(page: pathlib.Path) -> Iterator[Said]:
+    """How many last steps are right, by the answers."""
+    found, ((_, rows),) = pd.read_csv(page.with_suffix(".csv.gz")), tables(page)
+    last = lambda text: text.split(";")[-1].split()
+    right = [last(a) == last(json.loads(b)[0]) for a, b in zip(found["output"], found["references"], strict=True)]
+    for row in rows:
+        own = found["answer"] == int(row["tokens of an answer"].replace(",", ""))
+        for name, shown in [*row.items()][1:]:
+            chosen = own & ((name == "average") | (found["task"] == name.replace(" ", "_")))
+            yield f"{row['tokens of an answer']}, {name}", shown, 100 * score(np.array(right, float)[chosen]), ".1f"
+
+
 def answers(page: pathlib.Path) -> Iterator[Said]:
     """Scores of methods and of presses on the same prompts, their places, and how many answers are the same."""
     of, ((_, rows),) = pd.read_csv(page.with_name("scores.csv.gz")), tables(page)
@@ -643,7 +655,8 @@ def pages(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, Iterator[Said]]]:
     kinds = {
         "board/*/board.md": board, "replication/**/replication.md": functools.partial(claims, every=every),
         "findings/to_hindsight-*.md": to_hindsight, "findings/what_decides-*.md": what_decides,
-        "findings/lost-*.md": lost, "findings/long_outputs-*.md": long_outputs, "peers/answers/answers.md": answers,
+        "findings/lost-*.md": lost, "findings/long_outputs-*.md": long_outputs,
+        "findings/reasoner.md": reasoner, "peers/answers/answers.md": answers,
         "learned_*/summary.json": learned, "learned_scorer/unseen.json": learned, "main_job/report.md": main_job,
     }  # fmt: skip
     for pattern, said in kinds.items():
