@@ -128,7 +128,7 @@ class LongOutputs:
       centres: what `probe.py centres` wrote of the model, for triattention; that beside its weights if empty.
       examples: of each task.
       answer: tokens of an answer, at most.
-      length: tokens of a prompt of text.
+      length: tokens of a text: a prompt, and as many more as its answer is compared to, 256.
       text: a file of text for other models than the reasoner.
       prefill: a record that `what_decides` wrote, whose shares stand beside.
       batch_size: prompts that run together.
@@ -145,7 +145,7 @@ class LongOutputs:
     centres: str = ""
     examples: int = 16
     answer: int = 512
-    length: int = 256
+    length: int = 1024
     text: str | None = None
     prefill: pathlib.Path | None = None
     batch_size: int = 16
