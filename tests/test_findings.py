@@ -24,6 +24,8 @@ def test_what_factors_do_together_is_the_rest():
     left = values.ravel() - design @ np.linalg.lstsq(design, values.ravel(), rcond=None)[0]
     rest = (left**2).sum() / ((values - values.mean()) ** 2).sum()
     assert stats.variance_shares(values, findings.FACTORS)["interactions"] == pytest.approx(rest)
+    equal_but_for_rounding = np.where(values > 0, 0.1 + 0.2, 0.3)
+    assert not any(stats.variance_shares(equal_but_for_rounding, findings.FACTORS).values())
 
 
 def test_the_best_method_beside_the_best_mask():

@@ -1,5 +1,6 @@
 """Eviction while answers are written: what is crossed, and what the page says of made-up lines."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -68,6 +69,13 @@ def test_the_page_says_what_decides():
 def test_where_nothing_differs_nothing_decides():
     text, _ = long_outputs.page(SMALL, lines(lambda cell: True), "")
     assert "| interactions | 0.0 [0.0, 0.0] | 0.0 [0.0, 0.0] |" in text
+
+
+def test_a_record_of_something_else_is_refused_before_anything_runs(tmp_path):
+    np.savez(tmp_path / "other.npz", kl=np.ones((3, 1, 2)), options='{"budget": [0.25]}')
+    options = dataclasses.replace(SMALL, prefill=tmp_path / "other.npz", output=tmp_path / "out")
+    with pytest.raises(ValueError, match=r"other\.npz is no record that `findings\.py what_decides` wrote"):
+        long_outputs.run(options, [])
 
 
 @pytest.mark.parametrize(

@@ -284,10 +284,10 @@ def variance_shares(means: Float[np.ndarray, "*factors"], factors: Sequence[str]
     """The share of the variance between cells that each factor alone explains, and that of their interactions.
 
     Sums of squares of a balanced design with a number a cell: main effects, and the interactions. Where all cells are
-    equal nothing explains anything.
+    equal, but for rounding, nothing explains anything.
     """
     total = ((means - means.mean()) ** 2).sum()
-    if total == 0:
+    if np.ptp(means) <= 1e-9 * np.abs(means).max():
         return dict.fromkeys((*factors, "interactions"), 0.0)
     found = {}
     for axis, name in enumerate(factors):

@@ -6,6 +6,7 @@ import itertools
 import json
 import pathlib
 import shlex
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -192,7 +193,7 @@ class LongOutputs:
     @property
     def measure(self) -> str:
         """What the scores of answers are called."""
-        return "answers right" if self.aloud else "answers like the full cache's"
+        return "answers right" if self.aloud else "scores"
 
     @property
     def known(self) -> Mapping[str, Any]:
@@ -256,6 +257,8 @@ def page(options: LongOutputs, lines: pd.DataFrame, prompts: str) -> tuple[str, 
 def run(options: LongOutputs, command: Sequence[str]) -> None:
     """Runs what is missing, and writes."""
     check_output(options.output / f"{options.stem}.png")
+    if options.prefill is not None:
+        _after_prefill(options.prefill)  # which is read again for the page, and may not be one
     crossed = experiment(options.cells, options.more, options.setup, options.known)
     job.run(crossed, options.output / options.stem, [*command])
     found = sources.read([options.output / options.stem])
@@ -272,17 +275,23 @@ def run(options: LongOutputs, command: Sequence[str]) -> None:
 
 
 def _after_prefill(record: pathlib.Path) -> dict[str, dict[str, stats.Interval]]:
-    """Variance explained by score, protection and division after a prefill, by the share of the prompt that stays."""
+    """Variance explained by score, protection and division after a prefill, by the share of the prompt that stays.
+
+    Raises:
+      ValueError: no record of `what_decides`.
+    """
     from kvjax.experiments import findings
 
-    with np.load(record) as data:
-        kl, asked = data["kl"].astype(float), json.loads(str(data["options"]))
     called = dict(zip(findings.FACTORS, ("method", "protection", "division"), strict=True))
+    try:
+        with np.load(record) as data:
+            kl, asked = data["kl"].astype(float), json.loads(str(data["options"]))
+        each = [findings.explained(kl[:, m], [*findings.SCORES]) for m in range(len(asked["budget"]))]
+    except (ValueError, KeyError, IndexError, OSError, zipfile.BadZipFile) as e:
+        raise ValueError(f"prefill={record} is no record that `findings.py what_decides` wrote: {e}") from e
     return {
-        f"{100 * share:.4g} % of the prompt": {
-            called.get(name, name): x for name, x in findings.explained(kl[:, m], [*findings.SCORES]).items()
-        }
-        for m, share in enumerate(asked["budget"])
+        f"{100 * share:.4g} % of the prompt": {called.get(name, name): x for name, x in found.items()}
+        for share, found in zip(asked["budget"], each, strict=True)
     }
 
 
@@ -296,8 +305,8 @@ def _full(lines: pd.DataFrame) -> Table:
         steps = [] if leading is None else [stats.interval(leading[leading["task"] == task]["leading_steps"].tolist())]
         cells = [percent(*x) for x in (each[:1] + steps + each[1:])]
         rows.append((str(task), *cells, cell(*stats.mean(own["tokens"].tolist()))))
-    steps = () if leading is None else ("steps before the first wrong one, %",)
-    return Table(("task", "final step right, %", *steps, "ended by itself, %", "tokens written"), rows)
+    titles = ("score, %",) if leading is None else ("final step right, %", "steps before the first wrong one, %")
+    return Table(("task", *titles, "ended by itself, %", "tokens written"), rows)
 
 
 def _scores(options: LongOutputs, right: Measured, likely: Measured, b: int) -> Table:

@@ -133,13 +133,19 @@ def _in_answer(rng: np.random.Generator, count: int) -> Steps:
 
 
 KINDS: Final[dict[str, tuple[Callable[[np.random.Generator, int], Steps], str]]] = {
-    "chain_restated": (_restated, "A chain of sums; each step restates all that it needs."),
+    "chain_restated": (_restated, "A chain of sums; each step restates all values; the rules stand in the prompt."),
     "chain_once": (_once, "A chain of sums; a step needs what was said once, up to eight steps before."),
     "cups": (_cups, "Places of cups, two of which are swapped in each step, with a scratch pad of all."),
     "sorting": (_sort, "Lists that are sorted by the least letter, each made of the one before."),
-    "addition": (_add, "A number that is added again and again, with carries written out."),
-    "passcode_in_prompt": (_in_prompt, "A code that the prompt says, asked for behind a chain of sums."),
-    "passcode_in_answer": (_in_answer, "A code that the answer's first step works out, asked for behind a chain."),
+    "addition": (_add, "A number that is added again and again, modulo 10,000, with carries written out."),
+    "passcode_in_prompt": (
+        _in_prompt,
+        "A code that the prompt says; the last step, behind a chain of sums, repeats it.",
+    ),
+    "passcode_in_answer": (
+        _in_answer,
+        "A code that the first step works out; the last one, behind a chain, repeats it.",
+    ),
 }
 """What makes a task's prompt and steps, by its name, and what it asks."""
 

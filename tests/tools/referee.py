@@ -431,6 +431,8 @@ def to_hindsight(page: pathlib.Path) -> Iterator[Said]:
 
 def shares(cells: np.ndarray) -> list[float]:
     """Of the variance between cells, "S P D", what each factor explains alone, and what none does."""
+    if cells.max() - cells.min() < 1e-9:
+        return [0.0] * 4
     effects = [((cells.mean(others) - cells.mean()) ** 2).mean() / cells.var() for others in ((1, 2), (0, 2), (0, 1))]
     return [*effects, 1 - sum(effects)]
 
@@ -510,11 +512,16 @@ def long_outputs(page: pathlib.Path) -> Iterator[Said]:
     likely = lambda own: own["own_nll"].to_numpy(float)
     for row in every[0][1]:
         own = full.loc[[row["task"]]]
-        yield f"full, {row['task']}", row["final step right, %"], 100 * score(right(full)[tasks == row["task"]]), ".1f"
+        yield (
+            f"full, {row['task']}",
+            row["final step right, %" if works else "score, %"],
+            100 * score(right(full)[tasks == row["task"]]),
+            ".1f",
+        )
         yield f"full, {row['task']}, ended", row["ended by itself, %"], 100 * score(own["ended"]), ".1f"
     shape = len(methods), len(prompts), len(intervals), -1
     measured = {
-        "answers right" if works else "answers like the full cache's": lambda b: of(right, b),
+        "answers right" if works else "scores": lambda b: of(right, b),
         "likelihood": lambda b: likely(full) - of(likely, b),
     }
     for name, of_budget in measured.items():
