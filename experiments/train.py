@@ -1,7 +1,7 @@
 """Trains the models that come with the project, from nothing.
 
     python experiments/train.py embedded              # retrieves facts from filler; 25 minutes on 2 cores
-    python experiments/train.py reasoner              # works step by step, aloud
+    python experiments/train.py reasoner              # works step by step, aloud; 38 minutes on 2 cores
     python experiments/train.py varied --text FILE    # retrieves in many ways; 76 minutes on 2 busy cores
 
 Each is seeded, goes on from its last checkpoint when it is started again, and ends by writing a Hugging Face directory

@@ -174,7 +174,8 @@ def test_the_reasoner_writes_512_tokens_without_a_wrong_step():
 def test_a_toy_of_the_reasoner_is_trained_and_loaded(tmp_path):
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         reasoner.train(reasoner.Options(tmp_path / "checkpoints", tmp_path / "model", toy=True))
-    (model, params), tokenizer = models.load(tmp_path / "model"), models.load_tokenizer(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    (model, params), tokenizer = models.load(tmp_path / "model_toy"), models.load_tokenizer(tmp_path / "model_toy")
     assert dataclasses.replace(reasoner.CONFIG, dtype=model.config.dtype) == model.config
     prompt, steps = aloud.KINDS["chain_once"][0](np.random.default_rng(0), 3)
     text = f"{prompt} {aloud.text_of(steps)}"

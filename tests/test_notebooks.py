@@ -68,11 +68,8 @@ def pictures(notebook):
     return sum("image/png" in o.get("data", {}) for o in outputs(notebook))
 
 
-LONG = {
-    "a_real_model",
-    "budget_curve_by_vmap",
-    "thinking_aloud",
-}  # the README's blocks and the tests of curves do what they do
+# The README's blocks and the tests of curves and of the reasoner do what they do.
+LONG = {"a_real_model", "budget_curve_by_vmap", "thinking_aloud"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that run notebooks

@@ -25,6 +25,7 @@ VOCABULARY: Final = (*LETTERS, *DIGITS, *NUMBERS, *WORDS)
 """All words of prompts and answers, each with a space before it."""
 REGISTERS: Final = 8
 CUPS, SWAPS, LISTED, COLUMNS = 6, 8, 6, 4
+"""Cups, swaps of them that are made in turn, letters of a list, and digits of a number."""
 MOST: Final = 3
 """Of what is added to a digit of a code: sums whose operands say nothing by themselves are hard to learn."""
 Steps = tuple[str, list[str]]

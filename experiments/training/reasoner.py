@@ -113,7 +113,8 @@ class Options(loop.Options):
     """How the training runs.
 
     Attributes:
-      toy: ten steps on short documents, to see that everything works; what it writes has learned nothing.
+      toy: ten steps on short documents, to see that everything works, in folders whose names end in _toy, so that no
+        model is replaced; what it writes has learned nothing.
     """
 
     toy: bool = False
@@ -130,6 +131,9 @@ HOW = Options(pathlib.Path("results/train_reasoner"), pathlib.Path("results/reas
 
 def train(how: Annotated[Options, tyro.conf.arg(name="")] = HOW) -> None:
     """Trains the reasoner, or goes on where an interrupted run stopped."""
+    if how.toy:
+        own = lambda folder: folder.with_name(f"{folder.name}_toy")
+        how = dataclasses.replace(how, checkpoints=own(how.checkpoints), output=own(how.output))
     model = LanguageModel(CONFIG)
 
     def write(params: PyTree[Any]) -> None:

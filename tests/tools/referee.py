@@ -1,6 +1,6 @@
 """Recomputes what committed pages say from the committed records, by code that shares nothing with the project's.
 
-    python -m tests.tools.referee                     # a quarter of a minute
+    python -m tests.tools.referee                     # half a minute
     python -m tests.tools.referee --root DIRECTORY    # of a copy of the project
 
 Prints a line for each cell that differs from what the records give by more than its rounding, then how many numbers of
@@ -10,9 +10,9 @@ with the seed 0.
 
 It imports neither `kvjax` nor other tests. Left out are, of boards, tokens written and the measures of answers but
 `edit_similarity`, which no record has; where fewer than 6 contexts differ the ends of a difference's interval, but for
-which side of 0 they are on; of the main job what is said of outputs, costs and the table by budget; of learned budgets
-what is said of Theorem 4 and of heads, and their `summary.md`; and what was measured once: speed, `stream`, other
-files.
+which side of 0 they are on; of long outputs how answers look, how far they are right and how long; of the main job
+what is said of outputs, costs and the table by budget; of learned budgets what is said of Theorem 4 and of heads, and
+their `summary.md`; and what was measured once: speed, `stream`, other files.
 """
 
 import argparse
