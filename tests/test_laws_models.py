@@ -51,6 +51,7 @@ MODELS = {
     },
     "sharing": {  # the last layers read the keys and values of the first ones
         "model_type": "gemma4_text",
+        "rms_norm_eps": 0.1,  # as rounding grows with logits of normalised heads
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 7,
