@@ -150,6 +150,9 @@ NO_TWO_SHAPES |= {
     "expected_attention_stats": "moments have the shape",
 }
 
+# Rows that refuse YaRN, as they turn keys that were turned, and why.
+NO_YARN = {"streaming_llm": "a key cannot be turned once more"}
+
 # Rows in which the number of a value's channels counts, as that of a standard deviation over them.
 COUNTS_CHANNELS = {"lagkv"}
 

@@ -1,6 +1,7 @@
 """Answers of tasks that think aloud are right, by an interpreter that reads prompt and steps word by word."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from kvjax.configs.experiment import Setup
 from kvjax.experiments.core import metrics
 from kvjax.experiments.core.setup import build, find_builders
 from kvjax.experiments.tasks import TASKS, Task, aloud
+from kvjax.experiments.tasks.base import check_known
 from kvjax.experiments.training import loop, reasoner
 from kvjax.models.embedded import REASONER
 from kvjax.run.layers import without_cache
@@ -191,3 +193,9 @@ def test_words_that_a_vocabulary_lacks_are_refused(embedded):
     setup = Setup(tasks=("cups",), examples=1)
     with pytest.raises(ValueError, match=r"task cups, or its text, has words that this model's vocabulary lacks"):
         build(setup, find_builders(setup), tokenizer, model.config)
+
+
+def test_a_token_for_unknown_words_is_text_where_every_word_can_be_spelled():
+    spelling = lambda text, **_: SimpleNamespace(input_ids=[3] if text == "<unk>" else [7, 8])
+    spelling.unk_token_id = 3
+    check_known("the text", [5, 3], spelling)
