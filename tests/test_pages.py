@@ -26,7 +26,7 @@ def test_planted_errors_are_found(tmp_path, capsys):
     """A mean of a board, a word of a claim, and an end of a difference's interval."""
     shutil.copytree(ROOT / "experiments" / "papers", tmp_path / "experiments" / "papers")
     for page, told, planted in (
-        ("board/smollm2-135m-instruct-2k/board.md", "| 79.7 [", "| 79.9 ["),
+        ("board/smollm2-135m-instruct-4k/board.md", "| 82.8 [", "| 82.9 ["),
         ("replication/perplexity/replication.md", "| holds |", "| undecided |"),
         ("replication/smollm2-135m-instruct-perplexity/replication.md", "1.164 [1.141, ", "1.164 [1.151, "),
     ):
@@ -35,7 +35,7 @@ def test_planted_errors_are_found(tmp_path, capsys):
         file.write_text(file.read_text().replace(told, planted, 1))
     assert referee.main(["--root", str(tmp_path)]) == 1
     board, claim, interval, said = capsys.readouterr().out.splitlines()
-    assert "chunkkv, score, % or perplexity: '79.9 [68.3, 87.7]' is '79.6875, " in board
+    assert "chunkkv, score, % or perplexity: '82.9 [75.6, 88.6]' is '82.8125, " in board
     assert claim.endswith(", word: 'undecided' is 'holds' by the records")
     assert "1.164 [1.151, 1.190]' is 'an interval whose end is from 1.1" in interval
     assert said.endswith("of 3 pages: 3 differ")
