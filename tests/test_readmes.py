@@ -15,7 +15,7 @@ import pytest
 
 from kvjax import Policy, methods, models, plan_memory
 from kvjax.experiments import report
-from kvjax.experiments.core import page, readme
+from kvjax.experiments.core import page, readme, stats
 from kvjax.models.deepseek_v3 import LatentConfig
 from kvjax.models.families import FAMILIES
 from kvjax.models.rope import Rope
@@ -37,6 +37,13 @@ def pooling():
     (whole,) = (row[2].split(" ")[0] for row in report if row[:2] == ["snapkv", "0.25"] and row[-1].endswith("%"))
     yield f"it falls from {whole} to {of['snapkv_unpooled']} %"
     yield f"reaches the same {of['nacl_voters']} %"
+
+
+def global_layers():
+    """What is left where the layers without a window alone are evicted."""
+    every = read("board", "gemma-3-270m-passages", "global_layers.json")["scores"]
+    of = {name: page.percent(*stats.wilson([*scores.values()])) for name, scores in every.items()}
+    yield f"KVzip finds {of['kvzip']} %, SnapKV {of['snapkv']}, H2O {of['h2o']} and random tokens {of['random']} % "
 
 
 def learned_budget():
@@ -209,7 +216,7 @@ def test_two_heads_of_the_second_layer_are_open():
     [
         *((page, said) for page, many in (
             ("experiments/FINDINGS.md", (claims_in_short,)),
-            ("experiments/bench_results/board/README.md", (pooling, lengths)),
+            ("experiments/bench_results/board/README.md", (pooling, lengths, global_layers)),
             ("experiments/bench_results/learned_budget/README.md", (learned_budget,)),
             ("experiments/bench_results/peers/README.md", (curves, blocks, stream)),
             ("README.md", (results_in_short, beside_others)), ("kvjax/README.md", (about_curves,)),
@@ -246,7 +253,7 @@ def test_findings_on_the_first_page_stand_on_committed_pages():
     every = (p for folder in ("board", "replication", "findings") for p in (STORED / folder).rglob("*.md"))
     pages = [p for p in every if p.name != "README.md"]
     known = np.array(
-        [sizes(found) for text in (*map(pathlib.Path.read_text, pages), *pooling()) for found in shown(text)]
+        [sizes(found) for text in (*map(pathlib.Path.read_text, pages), *pooling(), *global_layers()) for found in shown(text)]
     )
     by_hand = ROOT / "README.md", *(STORED / name / "README.md" for name in ("board", "replication", "findings"))
     made = re.compile("<!-- numbers: beside-each -->.*?<!-- end -->", re.DOTALL)  # on no page, but of their records

@@ -80,6 +80,7 @@ def _boards() -> Iterator[Any]:
     shown = [("embedded", prompt, 25), ("embedded", prompt, 6.25)]
     shown += itertools.product([f"{real}-chat"], [prompt], (50, 25))
     shown += [("gemma-3-270m-passages", prompt, 25), *itertools.product([f"{real}-after"], [after], (50, 25))]
+    shown += [("gemma-3-270m-after", after, 50)]
     columns = []
     for model, asked, share in shown:
         table = rows(STORED / "board" / model / "board.md", f"One value, asked {asked}, {share} % of the bytes")
