@@ -252,9 +252,8 @@ def test_findings_on_the_first_page_stand_on_committed_pages():
     sizes = lambda found: sorted(abs(float(x)) for x in found)
     every = (p for folder in ("board", "replication", "findings") for p in (STORED / folder).rglob("*.md"))
     pages = [p for p in every if p.name != "README.md"]
-    known = np.array(
-        [sizes(found) for text in (*map(pathlib.Path.read_text, pages), *pooling(), *global_layers()) for found in shown(text)]
-    )
+    told = (*map(pathlib.Path.read_text, pages), *pooling(), *global_layers())
+    known = np.array([sizes(found) for text in told for found in shown(text)])
     by_hand = ROOT / "README.md", *(STORED / name / "README.md" for name in ("board", "replication", "findings"))
     made = re.compile("<!-- numbers: beside-each -->.*?<!-- end -->", re.DOTALL)  # on no page, but of their records
     said = [found for page in by_hand for found in shown(made.sub("", page.read_text()))]
