@@ -154,6 +154,9 @@ def test_a_second_reading_weighs_latents_by_what_heads_make_of_them():
     assert state.num_live.tolist() == [[[10], [10]]]
 
 
+REFUSED = {"latent": table.NO_LATENT, "two sizes": table.NO_TWO_SHAPES, "beside nothing": table.NO_YARN}
+
+
 @pytest.mark.parametrize("name", slow_but(MODELS, "latent"))
 @table.rows({"h2o"}, without=table.OF_A_BATCH, smoke=table.FEW)
 def test_a_padded_row_is_read_and_decoded_as_it_is_alone(case, name):
@@ -161,9 +164,7 @@ def test_a_padded_row_is_read_and_decoded_as_it_is_alone(case, name):
     held = kv_layers(config)
     shape = kv_shape(config, held[0])
     sizes = {"layers": len(held), "width": config.embed_dim, "heads": (4, shape.num_kv_heads, shape.head_dim)}
-    refused = {"latent": table.NO_LATENT, "two sizes": table.NO_TWO_SHAPES, "beside nothing": table.NO_YARN}.get(
-        name, {}
-    )
+    refused = REFUSED.get(name, {})
     if case.name in refused:
         with pytest.raises(ValueError, match=refused[case.name]):
             run(name, case.make(case.budget, **sizes), np.array([1]))

@@ -112,7 +112,7 @@ def test_layers_may_be_read_again_in_ways_of_their_own(tiny):
 def test_where_last_layers_read_others_keys_it_is_what_rows_pay_in_those_that_hold_some():
     """By hand, of the prompt and a repetition of each chunk as one text that is read without a cache."""
     (model, params), how = made("sharing"), Reread(**ASKED)
-    params = jax.tree.map(lambda x: x / 2, params)  # attention as sharp as theirs magnifies rounding
+    params = jax.tree.map(lambda x: x / 2, params)  # sharper attention magnifies rounding
     ids, held, most = np.asarray(tensors.token_ids(1, T)), kv_layers(model.config), 0.0
     for first in how.firsts(T):
         text = np.concatenate([ids[0], how.rows(ids[0], first, T)])

@@ -309,8 +309,8 @@ def in_chat(tokenizer: Any, context: str, question: str) -> tuple[str, str]:
 def check_known(what: str, ids: Iterable[int], tokenizer: Any) -> None:
     """Refuses words that a vocabulary lacks, as those of small models do: all of them would be one and the same token.
 
-    A tokenizer that spells whatever it does not know lacks none: its token for unknown words stands for "<unk>" as
-    WikiText-2 has it.
+    A tokenizer that spells unknown words by bytes lacks none. There the token for unknown words is in the text itself,
+    as WikiText-2 has "<unk>".
 
     Args:
       what: has these words.
