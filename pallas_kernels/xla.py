@@ -166,20 +166,24 @@ def _measure(spec: Columns, e, inverse_mass, weight, theta):
     over middle axes are an order of magnitude slower on CPU.
     """
     G = e.shape[2]
+
+    def combined(heads):
+        total = functools.reduce(jnp.maximum if spec.group == "max" else jnp.add, heads)
+        return total / G if spec.group == "mean" else total
+
     if not spec.summed:
-        p = e * inverse_mass[..., None]
-        p = reduce_group(p, spec.group, axis=2) if spec.group is not None and spec.group_at == "before" else p
-        theta = theta if theta is None or p.ndim == 4 else theta[:, :, None]
-        f = apply_element(p, spec, None if theta is None else theta[..., None])
-        f = f * jnp.broadcast_to(weight[:, None, :, None] if p.ndim == 4 else weight[:, None, None, :, None], f.shape)
-        return f.sum(2) / (G if spec.group == "mean" else 1) if p.ndim == 5 and not spec.per_query_head else f
+        heads = [e[:, :, g] * inverse_mass[:, :, g, :, None] for g in range(G)]
+        before = spec.group is not None and spec.group_at == "before"
+        measured = [
+            apply_element(p, spec, None if theta is None else theta[..., None]) * weight[:, None, :, None]
+            for p in ([combined(heads)] if before else heads)
+        ]
+        return jnp.stack(measured, axis=2) if spec.per_query_head else measured[0] if before else combined(measured)
     if spec.element == "p" and spec.group in ("mean", "sum") and spec.group_at == "after":
         factor = inverse_mass * weight[:, None, None]
         return jnp.einsum("bkgr,bkgrs->bks", factor / G if spec.group == "mean" else factor, e)
     if spec.group is not None and spec.group_at == "before":
-        heads = [e[:, :, g] * inverse_mass[:, :, g, :, None] for g in range(G)]
-        p = functools.reduce(jnp.maximum if spec.group == "max" else jnp.add, heads)
-        p = p / G if spec.group == "mean" else p
+        p = combined([e[:, :, g] * inverse_mass[:, :, g, :, None] for g in range(G)])
         f = apply_element(p, spec, None if theta is None else theta[..., None])
         return jnp.einsum("bkr,bkrs->bks", jnp.broadcast_to(weight[:, None], f.shape[:3]), f)
     if spec.element == "p":

@@ -1,6 +1,7 @@
 """Scores by position and by attention. A score is one number a slot, "B K S", and the larger stays."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -316,8 +317,12 @@ class RowByRow(Score):
         return PerSlot((_places(self.rows, info),))
 
     def update(self, slots: Slots) -> PyTree:
-        rows, fresh = last_rows(self.given(slots), slots.memory.shape[-1], slots.ctx.length)
-        return jnp.where(fresh[:, None, None], rows.astype(slots.memory.dtype), slots.memory)
+        given, places, length = self.given(slots).astype(slots.memory.dtype), slots.memory.shape[-1], slots.ctx.length
+        if given.shape[2] == 1:
+            write = functools.partial(lax.dynamic_update_slice_in_dim, axis=-1)
+            return jax.vmap(write)(slots.memory, given.swapaxes(2, 3), (length - 1) % places)
+        rows, fresh = last_rows(given, places, length)
+        return jnp.where(fresh[:, None, None], rows, slots.memory)
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
         return slots.memory.sum(-1) / self.read(slots)

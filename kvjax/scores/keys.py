@@ -288,26 +288,31 @@ class Redundancy(Score):
     threshold: Cosine = 0.5
 
     def __call__(self, slots: Slots) -> Float[Array, "B K S"]:
-        kv, k, S = slots.kv, slots.kv.k.astype(jnp.float32), slots.kv.pos.shape[2]
-        k = jnp.where(kv.live[..., None], k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8), 0.0)
-        size = min(S, 256)  # rows of cosines that exist at once
+        kv, S = slots.kv, slots.kv.pos.shape[2]
+        order = in_order(jnp.where(kv.live, kv.pos, EMPTY))
+        live = jnp.take_along_axis(kv.live, order, axis=-1)
+        k = jnp.take_along_axis(kv.k, order[..., None], axis=2).astype(jnp.float32)
+        k = jnp.where(live[..., None], k / (jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8), 0.0)
+        place = jnp.where(live, jnp.arange(S, dtype=jnp.float32), -1.0)
+        size = -(-S // -(-S // 256))  # rows of cosines that exist at once, at most 256
 
         def newest_alike(start: Int[Array, ""]) -> tuple[Array, Array]:
-            """The slot "B K R" of the newest key that resembles each row, and its cosine; 0 where no key does."""
+            """The place "B K R" of the newest key that resembles each row, and its cosine; 0 where no key does."""
             rows = start + jnp.arange(size)
             row = jnp.minimum(rows, S - 1)
             cosine = jnp.einsum("bkrh,bksh->bkrs", k[:, :, row], k)
-            other = ((row[:, None] != jnp.arange(S)[None]) & (rows < S)[:, None])[None, None]
-            alike = (cosine > self.threshold) & other & kv.live[:, :, None] & kv.live[:, :, row, None]
-            newest = jnp.where(alike, kv.pos[:, :, None], EMPTY).argmax(-1)
-            found = jnp.take_along_axis(cosine, newest[..., None], axis=-1)[..., 0]
-            return newest, jnp.where(alike.any(-1), found, 0.0)
+            other = row[:, None] != jnp.arange(S)[None]
+            newest = jnp.where((cosine > self.threshold) & other, place[:, :, None], -1.0).max(-1).astype(jnp.int32)
+            found = jnp.take_along_axis(cosine, jnp.maximum(newest, 0)[..., None], axis=-1)[..., 0]
+            return newest, jnp.where((newest >= 0) & live[:, :, row] & (rows < S), found, 0.0)
 
         newest, cosine = lax.map(newest_alike, jnp.arange(0, S, size))
         newest, cosine = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1) for x in (newest, cosine))
         to_all = jnp.einsum("bksh,bkh->bks", k, k.sum(2)) - jnp.square(k).sum(-1)
-        mean = (to_all - segment_sum(cosine, newest, S)) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
-        return jax.nn.softmax(mean, axis=-1, where=kv.live)
+        to_newest = segment_sum(cosine, jnp.maximum(newest, 0), S)
+        mean = (to_all - to_newest) / jnp.maximum(kv.num_live, 1).astype(jnp.float32)[..., None]
+        shares = jax.nn.softmax(mean, axis=-1, where=live)
+        return jnp.put_along_axis(shares, order, shares, axis=-1, inplace=False)
 
 
 class Leverage(Score):
