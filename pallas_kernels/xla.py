@@ -32,7 +32,6 @@ from kvjax.pallas_kernels.columns import (
     draw_exponential,
     draw_noise,
     head_numbers,
-    reduce_group,
     rescaled,
     thresholds,
 )
