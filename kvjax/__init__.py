@@ -3,6 +3,7 @@
 Each package is built on those named before it:
 
 - `kvjax.contract`: what a policy and its parts are given and return.
+- `kvjax.codecs`: fewer bits for stored keys and values.
 - `kvjax.storage`: a layer's cache.
 - `kvjax.budgets`: how many tokens each layer and head keeps.
 - `kvjax.observe`: what a policy can ask to know of the rows that a layer reads.
@@ -25,9 +26,9 @@ its statistics.
 import importlib
 from typing import TYPE_CHECKING
 
-from kvjax import methods
+from kvjax import codecs, methods
 from kvjax.budgets import Adaptive, Pyramid, Share
-from kvjax.compose import chain, from_fn, partition, partition_heads, protect, shared_heads, shared_layers, when
+from kvjax.compose import chain, coded, from_fn, partition, partition_heads, protect, shared_heads, shared_layers, when
 from kvjax.compose.across import across_layers
 from kvjax.compose.evict import Evict
 from kvjax.contract import Policy, doors
@@ -65,6 +66,8 @@ __all__ = [
     "State",
     "across_layers",
     "chain",
+    "codecs",
+    "coded",
     "decode_step",
     "evict_layer",
     "feed",

@@ -346,8 +346,18 @@ def head_curves(losses: Annotated[Any, numbers("R", "L", "K")], r: Proportion) -
     Args:
       losses: the share of its tokens that each kv head of each layer loses, for the ratios 0.01, 0.02 and so on.
       r: the share of all tokens that go; the nearest of these ratios counts, or 0.
+
+    Raises:
+      ValueError: a share that the table has no row for, losses that are no shares, or of all tokens.
     """
-    stay = 1 - np.clip(np.pad(losses, ((1, 0), (0, 0), (0, 0)))[min(round(100 * r), len(losses))], 0, 1)
+    table, n = np.asarray(losses), round(100 * r)
+    if n > len(table):
+        raise ValueError(f"losses has rows for ratios up to {len(table) / 100:g}, but r={r}; give a table that has it")
+    if not ((table >= 0) & (table <= 1)).all() or (n and (table[n - 1] == 1).all()):
+        raise ValueError(
+            f"losses are from {table.min():g} to {table.max():g}; give shares from 0 to 1, some of them less than 1"
+        )
+    stay = 1 - np.pad(table, ((1, 0), (0, 0), (0, 0)))[n]
     layers, heads = LayerShares(tuple(stay.mean(1).tolist())), HeadShares(tuple(map(tuple, stay.tolist())))
     return {"budget": float(stay.mean()), "layers": layers, "heads": heads}
 

@@ -199,10 +199,11 @@ class FutureQueries:
 def check_moments(name: str, moments: FrozenArrays, info: LayerInfo) -> None:
     """Refuses numbers of a model's queries, all of shape "L N H ...", that are those of another model."""
     here = info.num_layers, info.num_query_heads, info.head_dim
-    if {x.shape[:3] for x in moments.values()} != {here}:
-        there = moments["mean"].shape
+    if wrong := [(of, x.shape) for of, x in moments.items() if x.shape[:3] != here]:
+        of, there = wrong[-1]  # by their names
         raise ValueError(
-            f"{name} have the shape {there}, but the model has {here} (layers, query heads, head_dim); give its own"
+            f"{name} have the shape {there} ({of}), but the model has {here} (layers, query heads, head_dim); give its "
+            "own"
         )
 
 

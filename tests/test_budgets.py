@@ -25,6 +25,7 @@ from kvjax.budgets import (
     Share,
     Times,
     apportion,
+    head_curves,
 )
 from kvjax.contract import LayerInfo, Slots, resolve
 from kvjax.scores.attention import Recency
@@ -159,6 +160,12 @@ def test_a_table_within_what_exists():
         (
             lambda: LayerShares((1.0, 2.0))(*(np.array([4]),) * 2, 3, np.array([0])),
             "2 weights for 3 layers; give one a",
+        ),
+        (lambda: head_curves(np.zeros((10, 1, 2)), 0.5), "rows for ratios up to 0.1, but r=0.5; give a table that has"),
+        (lambda: head_curves(np.full((50, 1, 2), 50.0), 0.5), "losses are from 50 to 50; give shares from 0 to 1"),
+        (
+            lambda: head_curves(np.ones((50, 1, 2)), 0.5),
+            "losses are from 1 to 1; give shares from 0 to 1, some",
         ),
         (lambda: methods.snapkv(OfSeen(0.5, 8)), "grows while decoding, in all layers and heads alike, but Schedule"),
     ],

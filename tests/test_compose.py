@@ -140,7 +140,11 @@ def test_equal_protection_keeps_the_same_first_and_last_tokens(tiny, name):
         ),
         (
             lambda: kvjax.evict_layer(dataclasses.replace(H2O, select=Pages(64)), q, k, v),
-            r"a budget of \d+ tokens holds no page of 64; give a budget of 64 or more, or smaller pages",
+            r"a budget of \d+ tokens holds no page of 64 beside \d+ tokens that stay; give a budget of \d+ or more",
+        ),
+        (
+            lambda: kvjax.evict_layer(dataclasses.replace(H2O, select=Pages(7), sinks=2, recent=2), q, k, v),
+            "a budget of 8 tokens holds no page of 7 beside 4 tokens that stay; give a budget of 11 or more",
         ),
         (lambda: kvjax.protect(H2O, sinks=2, prompt=True), "of which sinks=2 are the first; give one of them"),
         (

@@ -9,7 +9,8 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.compose.evict import evicts, having
+from kvjax.compose.around import having
+from kvjax.compose.evict import evicts
 from kvjax.contract import Layout, resolve
 from kvjax.storage import to_pool
 from tests import one_call, table

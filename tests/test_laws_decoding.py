@@ -11,7 +11,8 @@ import pytest
 import kvjax
 from kvjax import methods
 from kvjax.budgets import STEP, Schedule
-from kvjax.compose.evict import Evict, having
+from kvjax.compose.around import having
+from kvjax.compose.evict import Evict
 from kvjax.contract import KVShape, Layout, PerSlot, Policy, Reads, Rewrite
 from kvjax.observe import Rows, segment_sum
 from kvjax.run.plan import infos_of

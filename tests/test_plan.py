@@ -161,7 +161,10 @@ FITTED = {"lava", "ada_snapkv", "h2o_pooled", "keyformer"}
 
 @table.rows(FITTED)
 def test_a_state_that_is_fitted_goes_on_as_it_was(case, tiny):
-    """With the slots alone that its tokens need and those to come, after the prompt and in the midst of decoding."""
+    """With the slots alone that its tokens need and those to come, after the prompt and in the midst of decoding.
+
+    Its pages are those of which a head holds a token.
+    """
     policy = case.make(case.budget, width=tiny[0].config.embed_dim)
     how = {"policy": policy, "lengths": LENGTHS, "max_new_tokens": 48}
     logits, state = kvjax.prefill(*tiny, TOKENS, **how)
@@ -171,6 +174,8 @@ def test_a_state_that_is_fitted_goes_on_as_it_was(case, tiny):
         assert one.nbytes <= other.nbytes
     wanted, found = (kvjax.generate_from(*tiny, logits, s, max_new_tokens=32) for s in (state, fitted))
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    held = [[{p // 4 for head in row for p in head} for row in live_positions(kv)] for kv in found.state.layers]
+    np.testing.assert_array_equal(found.state.pages(4), np.array([[*map(len, layer)] for layer in held]).T)
     again = found.state.fit()
     assert again.plan.num_slots <= fitted.plan.num_slots <= state.plan.num_slots
     for one, other in zip(again.layers, wanted.state.layers, strict=True):
@@ -186,6 +191,8 @@ def test_layers_that_compete_are_fitted_to_what_they_won(tiny, tmp_path):
     assert loaded.plan == fitted.plan
     one, other = (kvjax.generate_from(*tiny, logits, s, max_new_tokens=2).tokens for s in (state, loaded))
     np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="size=0 must be a whole number from 1 to"):
+        state.pages(0)
     with pytest.raises(ValueError, match="fit it outside of jit"):
         jax.jit(lambda s: s.fit())(state)
     with pytest.raises(ValueError, match="no prompt that was read to its end"):

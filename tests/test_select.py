@@ -185,12 +185,21 @@ def test_places_beside_wide_values_are_drawn_in_proportion_to_attention():
     assert (np.abs(drawn - share) <= 4 * np.sqrt(share * (1 - share) / 512)).all()
 
 
+def test_the_draw_beside_wide_values_is_of_what_other_recent_tokens_leave():
+    """Of 10 tokens 2 stay as the last, 3 by their values, the first among them, and 5 are drawn."""
+    made = kvjax.protect(methods.vase(10, values=3, window=6, kernel=1, sinks=1), recent=2)
+    rows = [kvjax.evict_layer(made, *ARRAYS, key=jax.random.key(seed)) for seed in range(24)]
+    heads = [row[0][0] for row in map(tensors.live_positions, rows)]
+    assert {len(head) for head in heads} == {10}
+    assert len(set.intersection(*({*head} for head in heads))) == 5
+
+
 @pytest.mark.parametrize(("worth", "wanted"), [("best", [3, 4, 5]), ("mean", [9, 10, 11]), ("newest", [6, 7, 8])])
 def test_whole_pages_stay_by_their_worth(worth, wanted):
-    """Of pages of 3 tokens a budget of 8 holds that of the first, that of the last, and one more; of 3, no page."""
+    """Of pages of 3 tokens a budget of 8 holds that of the first, that of the last, and one more; one of 5, those."""
     numbers = jnp.asarray([0, 0, 0, 9, 0, 0, 5, 0, 5, 4, 4, 4, 0], jnp.float32)
     policy = kvjax.from_fn(lambda kv, stats, ctx: numbers[kv.pos], 8, sinks=1, recent=1, select=Pages(3, worth))
-    for budget, stay in ((8, [0, 1, 2, *wanted, 12]), (3, [0, 12])):
+    for budget, stay in ((8, [0, 1, 2, *wanted, 12]), (5, [0, 1, 2, 12])):
         found = kvjax.evict_layer(replace(policy, budget=budget), *(x[:, :, :13] for x in ARRAYS))
         assert tensors.live_positions(found)[0] == [stay] * 2
 

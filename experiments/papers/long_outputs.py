@@ -30,18 +30,21 @@ from kvjax.experiments.tasks.aloud import ALOUD
 from kvjax.models.written import write_bytes
 
 METHODS: Final[dict[str, Callable[..., Policy]]] = {
-    "random": methods.random, "window": methods.window, "h2o": methods.h2o, "tova": methods.tova, "roco": methods.roco,
-    "keyformer": methods.keyformer, "keydiff": methods.keydiff, "r_kv": methods.r_kv, "vase": methods.vase,
-    "lazy_eviction": methods.lazy_eviction, "triattention": methods.triattention,
+    "random": methods.random, "window": methods.window, "h2o": methods.h2o, "key_attention": methods.key_attention,
+    "tova": methods.tova, "roco": methods.roco, "keyformer": methods.keyformer, "keydiff": methods.keydiff,
+    "r_kv": methods.r_kv, "vase": methods.vase, "lazy_eviction": methods.lazy_eviction,
+    "triattention": methods.triattention,
 }  # fmt: skip
-"""Those whose scores go on while tokens are written, with their own settings."""
+"""Those whose scores go on while tokens are written, with their own settings. `key_attention` is H2O's score alone."""
+RECENT: Final = {"h2o": 0.5, "keyformer": 0.3}
+"""The share of their tokens, beside a prompt that stays, that papers give to the last ones; `LAST` if that is more."""
 KNOWS: Final = "triattention"
 """Which must know something of the model: the centres of its queries."""
 CONTROL: Final = "random"
 FACTORS: Final = ("method", "prompt", "interval")
 _CALLED = dict(zip(FACTORS, ("the method", "whether the prompt stays", "how often it evicts"), strict=True))
 FIRST, LAST = 4, 16
-"""Tokens that stay of a prompt that does not stay whole, and of what was read last: the same for all methods."""
+"""Tokens that stay of a prompt that does not stay whole, and of what was read last; of that more in `RECENT`."""
 
 
 class Cell(NamedTuple):
@@ -67,7 +70,8 @@ class Cell(NamedTuple):
         kept: dict[str, Any] = {"prompt": True} if self.prompt else {"sinks": FIRST}
         known = centres if self.method == KNOWS else {}
         made = METHODS[self.method](Combined("sum", (1.0, more - self.every)), **known)
-        return kvjax.when(Schedule(over=self.every), kvjax.protect(made, recent=LAST, **kept))
+        recent = max(LAST, int(RECENT.get(self.method, 0) * (more - self.every)))
+        return kvjax.when(Schedule(over=self.every), kvjax.protect(made, recent=recent, **kept))
 
 
 def cells(names: Iterable[str], every: Sequence[int]) -> list[Cell]:
@@ -241,14 +245,16 @@ def page(options: LongOutputs, lines: pd.DataFrame, prompts: str) -> tuple[str, 
         tables += [f"## {label(n)} tokens", told, _scores(options, right, likely, b)]
         tables += [f"Of each task, where the prompt stays, {options.measure}, %:"]
         tables += [_by_task(options, right, b), "How answers look:", _looks(options, lines, b)]
+    shares = [f"{name} {percent(share)} %" for name, share in RECENT.items() if name in options.methods]
+    own = f"Of what a prompt that stays leaves, more last tokens stay with {', '.join(shares)}. " if shares else ""
     about = (
         f"Model {options.model} in {options.dtype}, {options.examples} examples of each of "
         f"{', '.join(options.setup.task_names)}, answers of {options.answer} tokens at most. {prompts} No head holds "
         f"more than the prompt's tokens and so many more at any time; the last {LAST} stay, and the first {FIRST} of a "
-        "prompt that competes. Evicting every n tokens lets a cache grow by n in between. Likelihoods are of the full "
-        "cache's own answers, read token by token, and so are perplexities; variance is of the mean log-likelihood of "
-        "a token less the full cache's. Intervals are of 95 %; p-values, of paired tests, are adjusted for all of a "
-        f"table (Holm). By `python {shlex.join(_command(options))}`."
+        f"prompt that competes. {own}Evicting every n tokens lets a cache grow by n in between. Likelihoods are of the "
+        "full cache's own answers, read token by token, and so are perplexities; variance is of the mean log-"
+        "likelihood of a token less the full cache's. Intervals are of 95 %; p-values, of paired tests, are adjusted "
+        f"for all of a table (Holm). By `python {shlex.join(_command(options))}`."
     )
     figure = message(_picture(options, among, right), title, f"{options.model}, {len(right.tasks)} prompts")
     return markdown(title, about, f"![{title}]({options.stem}.png)", *tables), figure

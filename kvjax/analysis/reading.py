@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.analysis.hindsight import of_kv_heads
-from kvjax.compose import ByHead, Chain, SharedLayers
+from kvjax.compose import ByHead, Chain, Coded, SharedLayers
 from kvjax.compose.across import AcrossLayers
 from kvjax.compose.evict import LARGE, Evict, check_kept
 from kvjax.contract import (
@@ -274,6 +274,8 @@ def _ranked(policy: Policy, kv: LayerView, stats: Stats, ctx: Context) -> Decisi
     if isinstance(policy, AcrossLayers | SharedLayers):
         own = ctx.hparams[0] if isinstance(policy, AcrossLayers) else ctx.hparams
         return _ranked(policy.policy, kv, stats, dataclasses.replace(ctx, hparams=own))
+    if isinstance(policy, Coded):
+        return _ranked(policy.policy, kv, stats, ctx)
     if isinstance(policy, Evict):
         if not policy.when.prefill:
             return None

@@ -4,6 +4,8 @@ from kvjax.compose.across import AcrossLayers as AcrossLayers
 from kvjax.compose.across import SharedLayers as SharedLayers
 from kvjax.compose.across import across_layers as across_layers
 from kvjax.compose.across import shared_layers as shared_layers
+from kvjax.compose.around import Coded as Coded
+from kvjax.compose.around import coded as coded
 from kvjax.compose.policies import ByHead as ByHead
 from kvjax.compose.policies import Chain as Chain
 from kvjax.compose.policies import chain as chain

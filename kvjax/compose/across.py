@@ -8,24 +8,22 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.budgets import Times, apportion
-from kvjax.compose.evict import Evict, apply_decision, having
+from kvjax.compose.around import Around, having
+from kvjax.compose.evict import Evict, apply_decision
 from kvjax.compose.policies import refuse_joint
 from kvjax.contract import (
     MOST,
-    AttentionInputs,
     Context,
     Heads,
     LayerInfo,
     LayerView,
-    Layout,
     Observation,
     Phase,
     Policy,
     Ratio,
-    Reads,
     Score,
     Size,
     Sizes,
@@ -185,35 +183,10 @@ Weigher = Annotated[
 ]
 
 
-class _Joint(Policy):
-    """A policy that decides for all layers at once, as another one does.
+class _Joint(Around):
+    """A policy that decides for all layers at once, as another one does."""
 
-    Attributes:
-      policy: that one.
-    """
-
-    policy: Policy
     joint = True
-
-    @property
-    def layout(self) -> Layout:
-        return self.policy.layout
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return self.policy.writes
-
-    def observe(self, phase: Phase) -> tuple[Observation, ...]:
-        return self.policy.observe(phase)
-
-    def memory(self, info: LayerInfo) -> PyTree:
-        return self.policy.memory(info)
-
-    def init_params(self, info: LayerInfo, key: Key[Array, ""]) -> PyTree:
-        return self.policy.init_params(info, key)
-
-    def reserve(self, kv: LayerView, ctx: Context) -> Int[Array, "B K"]:
-        return self.policy.reserve(kv, ctx)
 
 
 class _Known(Score):
@@ -284,14 +257,6 @@ class SharedLayers(_Joint):
                 f"{info.layer} differ: {first.per_head.max()} and {own.per_head.max()} slots a head; give all the same"
             )
         return own
-
-    def enter(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> LayerView:
-        """The layer after the shared policy has taken in the new rows."""
-        return self.policy.enter(kv, inputs, ctx)
-
-    def reads(self, kv: LayerView, inputs: AttentionInputs, ctx: Context) -> Reads | None:
-        """The `Reads` of the shared policy."""
-        return self.policy.reads(kv, inputs, ctx)
 
     def update_layers(
         self, layers: tuple[LayerView, ...], stats: tuple[Stats, ...], ctxs: tuple[Context, ...]

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from kvjax.budgets import LONGEST, Even, OfSeen, Schedule
+from kvjax.compose.around import Coded, inside
 from kvjax.contract import (
     MOST,
     AttentionInputs,
@@ -47,6 +48,7 @@ from kvjax.decide.select import TopK
 from kvjax.pallas_kernels.pytree import described
 from kvjax.scores.attention import Recency
 from kvjax.storage import Storage
+from kvjax.storage.codes import rows_of
 
 LARGE = 1e38  # what infinite scores become
 _WRITTEN = "k", "v", "log_weight"  # what a decision may give beside the slots that stay
@@ -168,7 +170,7 @@ class Evict(Policy):
         n = np.append(lengths, LONGEST).astype(np.int64)
         average = np.clip(resolve(self.budget, n), 1, MOST)
         sinks, recent = resolve(self.sinks, n, average), resolve(self.recent, n, average)
-        safe = sinks + np.maximum(recent, int(self.when.before))
+        safe, page = sinks + np.maximum(recent, int(self.when.before)), self.select.page
 
         def divided(average: Prompts) -> Int[np.ndarray, "M L"]:
             outside = np.minimum(safe, average)
@@ -176,13 +178,18 @@ class Evict(Policy):
             return self.layers(average - outside, limit, info.num_layers, outside) + outside[:, None]
 
         budget = divided(average)
-        least = np.max([np.maximum(safe, self._least(n, b)) for b in budget.T], 0)
+        least = np.max([np.maximum(safe + page, self._least(n, b)) for b in budget.T], 0)
         short = budget.min(1) < least
         if short.any() and not short[-1]:  # a share holds `least` tokens of a long prompt: keep short ones whole
             budget = divided(np.where(short, np.maximum(n, least), average))
         most = n + info.max_new_tokens * self.when.decodes
-        if (wrong := (safe > budget.min(1)) & (most > budget.min(1)))[:-1].any():
+        if (wrong := (safe + page > budget.min(1)) & (most > budget.min(1)))[:-1].any():
             i = int(wrong.argmax())
+            if safe[i] <= budget[i].min():
+                raise ValueError(
+                    f"a budget of {budget[i].min()} tokens holds no page of {page} beside {safe[i]} tokens that stay; "
+                    f"give a budget of {safe[i] + page} or more, or smaller pages"
+                )
             pinned = isinstance(self.sinks, float) and self.sinks == 1
             first = f"a prompt of {sinks[i]} that stays" if pinned else f"{sinks[i]} sinks"
             fix = "" if pinned else ", or keep fewer of them"
@@ -441,6 +448,7 @@ def check_kept(policy: Policy, layer: int, kv: Storage, hparams: PyTree, steps: 
             f"{names} gives no token a score that is a number (NaN in layer {layer}, in {lost.sum()} of {lost.size} kv "
             "heads of the batch), so that what stays of the prompt is no choice of it; mend the score, or what it reads"
         )
+    policy = policy.policy if isinstance(policy, Coded) else policy
     if not isinstance(policy, Evict):
         return
     live = np.asarray(kv.num_live).max(-1).astype(np.int64)
@@ -454,7 +462,7 @@ def check_kept(policy: Policy, layer: int, kv: Storage, hparams: PyTree, steps: 
     if policy.rewrite is not None:
         held = (kv.pos >= 0)[..., None]
         for n in policy.rewrite.writes:
-            x = getattr(kv, n)
+            x = kv.values if n == "v" else rows_of(getattr(kv, n))
             if bool((held & jnp.isnan(x if x.ndim > kv.pos.ndim else x[..., None])).any()):
                 raise ValueError(
                     f"{type(policy.rewrite).__name__} gives {n} that is not a number (NaN in layer {layer}) in slots "
@@ -470,20 +478,6 @@ def _of_prompts(part: Part) -> Part | None:
     return next((found for x in children(part) if (found := _of_prompts(x))), None)
 
 
-def _inside(x: object) -> list[Policy]:
-    """A policy, or a tuple of policies, and those that they are made of."""
-    if isinstance(x, tuple):
-        return [p for y in x for p in _inside(y)]
-    if not isinstance(x, Policy):
-        return []
-    return [x, *_inside(tuple(getattr(x, f.name) for f in dataclasses.fields(x)))]
-
-
 def evicts(x: object) -> list[Evict]:
     """The `Evict` policies inside of a policy, or of a tuple of policies."""
-    return [p for p in _inside(x) if isinstance(p, Evict)]
-
-
-def having(policy: Policy, field: str) -> list[Any]:
-    """The policies inside of one that have a field."""
-    return [p for p in _inside(policy) if hasattr(p, field)]
+    return [p for p in inside(x) if isinstance(p, Evict)]

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.budgets import Schedule
-from kvjax.compose.evict import Evict, evicts, having
+from kvjax.compose.around import having
+from kvjax.compose.evict import Evict, evicts
 from kvjax.contract import (
     LAST,
     AttentionInputs,
@@ -56,6 +57,8 @@ class _Members(Policy):
         refuse_joint(self.members, type(self).__name__)
         if len({p.layout.positions for p in self.members} - {"original"}) > 1:
             raise ValueError("the members of a composition store tokens at different positions")
+        if len(codecs := unique(p.layout.codec for p in self.members if p.layout.codec is not None)) > 1:
+            raise ValueError(f"the members of a composition store tokens by {codecs[0]} and {codecs[1]}; give one")
 
     @property
     def layout(self) -> Layout:
@@ -68,6 +71,7 @@ class _Members(Policy):
             any(x.pool for x in each),
             any(x.by_query_head for x in each),
             max((x.prompt for x in each), key=("any", "whole", "rows").index),
+            next((x.codec for x in each if x.codec is not None), None),
         )
 
     @property

@@ -165,6 +165,11 @@ class Select(Part):
         """How many tokens more than its budget a head may keep."""
         return 0
 
+    @property
+    def page(self) -> int:
+        """How many tokens a budget must hold beside those that stay in any case, where some are to go."""
+        return 0
+
     def __call__(
         self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots
     ) -> Bool[Array, "B K S"] | Float[Array, "B K S"]:

@@ -32,6 +32,8 @@ def turned_queries(rotate: Rotate, q: Float[Array, "B N T H"], pos: Int[Array, "
     return getattr(rotate, "queries", rotate)(q, pos)
 
 
+Codec = Annotated[Any, Kind("a codec, such as kvjax.codecs.Codec(Int8(), Int8())", lambda x: hasattr(x, "centre"))]
+
 # A function of `AttentionInputs`, hashed by value: equal ones are computed once for all policies. It returns a tree of
 # arrays, or `Columns`, which the kernels sum. In the phase "replay" it is a `Reread` instead.
 Observation = Annotated[
@@ -87,6 +89,7 @@ class Layout:
       by_query_head: keys and values are stored for every query head, so that each keeps its own tokens.
       prompt: how it may be read. "any": at once, or in blocks. "whole": at once, since what is seen of a block says
         nothing of the whole (FastGen). "rows": token by token, since every row decides what the next one reads.
+      codec: how keys and values are stored when the prompt has been read; None as the model computes them.
     """
 
     positions: Literal["original", "rank", "shifted"] = "original"
@@ -94,6 +97,7 @@ class Layout:
     pool: bool = False
     by_query_head: bool = False
     prompt: Literal["any", "whole", "rows"] = "any"
+    codec: Codec | None = None
 
 
 @value

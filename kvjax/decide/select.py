@@ -110,16 +110,20 @@ class ThenRandom(Select):
       random: how many tokens of the budget are drawn.
       shared: whether all heads draw the same numbers.
       first: what the best slots are the best by; None for the scores that the draw is by.
+      less_recent: whether so many fewer are drawn as there are last tokens that stay.
     """
 
     random: Count = count()
     shared: bool = False
     first: Score | None = None
+    less_recent: bool = False
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe = slots.kv, slots.protected
         free = jnp.maximum(budgets - safe.sum(-1), 0)
-        random = jnp.where(kv.num_live > budgets, jnp.minimum(slots.hparams.random[:, None], free), 0)
+        random = slots.hparams.random
+        random = jnp.maximum(random - slots.ctx.hparams.recent, 0) if self.less_recent else random
+        random = jnp.where(kv.num_live > budgets, jnp.minimum(random[:, None], free), 0)
         first = best(jnp.where(safe, jnp.inf, self.rank(score, slots)), kv.pos, budgets - random)
         return first | best(self.drawn(score, slots), jnp.where(self.pool(first, slots), kv.pos, -1), random)
 
@@ -331,23 +335,16 @@ class Pages(Select):
       worth: of the scores of a page's live tokens the "best", the "mean", or that of the "newest" token.
 
     Raises:
-      ValueError: where tokens are to go, a budget in tokens that is smaller than a page. A share of a prompt so short
-        keeps it whole.
+      ValueError: where tokens are to go, a budget in tokens that holds no page beside protected tokens. A share of a
+        prompt so short keeps it whole.
     """
 
     size: Size = 16
     worth: Literal["best", "mean", "newest"] = "mean"
 
-    def least(self, lengths: Prompts, budget: Prompts) -> Prompts:
-        return np.full_like(lengths, self.size)
-
-    def hparams(self, info: LayerInfo, lengths: Prompts, budget: Prompts) -> PyTree:
-        if (small := (budget < self.size) & (lengths + info.max_new_tokens > budget)).any():
-            raise ValueError(
-                f"a budget of {budget[small.argmax()]} tokens holds no page of {self.size}; give a budget of "
-                f"{self.size} or more, or smaller pages"
-            )
-        return super().hparams(info, lengths, budget)
+    @property
+    def page(self) -> int:
+        return self.size
 
     def __call__(self, score: Float[Array, "B K S"], budgets: Int[Array, "B K"], slots: Slots) -> Bool[Array, "B K S"]:
         kv, safe, S = slots.kv, slots.protected, score.shape[-1]

@@ -180,7 +180,7 @@ def vase(budget: Count, *, values: Count = Share(0.25), window: Size = 64, kerne
       sinks: first tokens that stay.
     """
     score = Logarithm(Pooled(LastRows(window), "avg", kernel))
-    drawn = ThenRandom(Combined("less", (Share(1.0), window, values)), first=ValueRange())
+    drawn = ThenRandom(Combined("less", (Share(1.0), values)), first=ValueRange(), less_recent=True)
     return Evict(score, budget, sinks, window, when=Schedule(over=window), select=drawn)
 
 

@@ -116,6 +116,13 @@ def _check_shapes(policy: Policy, infos: tuple[LayerInfo, ...]) -> None:
         )
     for i, info in enumerate(infos):
         here = policy.at(i, len(infos))
+        if (codec := here.layout.codec) is not None:
+            codec.check(info.head_dim)
+            if info.latent:
+                raise ValueError(
+                    f"layer {i} holds latents, of which each is a key and its value in one, but {codec} codes keys and "
+                    "values apart; leave out the codec"
+                )
         if info.latent and (own := [n for n in here.writes if n != "log_weight"]):
             raise ValueError(
                 f"layer {i} holds latents, of which each is a key and its value in one, but {type(here).__name__} "

@@ -12,7 +12,21 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from kvjax.compose.evict import evicts
-from kvjax.contract import LAST, Config, Context, Ids, LayerParams, Phase, Policy, PRNGKey, Stats, kv_layers
+from kvjax.contract import (
+    EMPTY,
+    LAST,
+    Config,
+    Context,
+    Ids,
+    LayerParams,
+    Phase,
+    Policy,
+    PRNGKey,
+    Size,
+    Stats,
+    kv_layers,
+)
+from kvjax.contract.checks import whole
 from kvjax.decide.rewrite import Match
 from kvjax.pallas_kernels.pytree import pytree, static
 from kvjax.run.plan import Plan, fitted, own_params
@@ -151,6 +165,24 @@ class State:
             live = np.asarray(kv.num_live + left[:, None])
             found.append(np.minimum(live.sum(-1) if policy.layout.pool else live.max(-1), most))
         return np.stack(found, axis=1)
+
+    def pages(self, size: Size) -> Int[Array, "B L"]:
+        """Pages of `size` positions that an engine with block tables holds in each layer.
+
+        One table serves all kv heads, so a page is free when no head has a token of it left. Without eviction a layer
+        has `ceil(length / size)` pages.
+
+        Raises:
+          ValueError: a size that is no positive whole number.
+        """
+        whole("size", size)
+        found = []
+        for kv in self.layers:
+            page = jnp.where((pos := kv.head_pos.reshape(len(kv.pos), -1)) == EMPTY, LAST, pos // size)
+            ordered = jnp.sort(page, axis=-1)
+            new = jnp.pad(ordered[:, 1:] != ordered[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+            found.append((new & (ordered < LAST)).sum(-1, dtype=jnp.int32))
+        return jnp.stack(found, axis=1)
 
     @property
     def num_live(self) -> Int[Array, "B L K"]:

@@ -16,6 +16,7 @@ from kvjax.pallas_kernels.columns import Attention, accumulator
 from kvjax.pallas_kernels.kinds import Dtype
 from kvjax.pallas_kernels.logits import linear_bias
 from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.storage.codes import Codes, Rows, attend_codes, coded, each_part, first_slots, mean_of, rows_of
 from kvjax.storage.mesh import apart, attention_on
 from kvjax.storage.protocol import Keeps, Readers, Storage
 
@@ -30,6 +31,8 @@ class Layer(LayerView, Storage):
       channels: the key channels that are left, or will be after compaction; None for all.
     """
 
+    k: Rows  # pyrefly: ignore[bad-override]  # what policies see is decoded
+    v: Rows  # pyrefly: ignore[bad-override]
     how: Keeps = static(default=Keeps())
 
     @property
@@ -39,9 +42,12 @@ class Layer(LayerView, Storage):
     def view(self) -> "Layer":
         return self
 
-    def _put(self, view: LayerView, changed: dict[str, Array]) -> "Layer":
+    def _put(self, view: LayerView, changed: dict[str, Any]) -> "Layer":
         if "k" in changed and self._packed:
             changed["k"] = jnp.take_along_axis(changed["k"], cast(Array, self.channels)[:, :, None], -1)
+        for n in ("k", "v"):
+            if n in changed and isinstance(codes := getattr(self, n), Codes):
+                changed[n] = codes.changed(codes.rows(), changed[n])
         told = {n: getattr(view, n) for n in ("pos", "fault", "memory", "channels")}
         return self.replace(**told, **changed)
 
@@ -49,7 +55,7 @@ class Layer(LayerView, Storage):
     _packed = property(lambda self: self.channels is not None and self.channels.shape[-1] == self.k.shape[-1])
 
     def keys(self, rotate: Rotate) -> Float[Array, "B K S H"]:
-        k = self.k
+        k = rows_of(self.k)
         if self._packed:
             at = jnp.broadcast_to(cast(Array, self.channels)[:, :, None], k.shape)
             k = jnp.put_along_axis(jnp.zeros(self.v.shape, k.dtype), at, k, -1, inplace=False)
@@ -83,7 +89,8 @@ class Layer(LayerView, Storage):
             k = jnp.take_along_axis(k, cast(Array, self.channels)[:, :, None], -1)
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
         if slots is None:
-            behind = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+            join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+            behind = lambda old, new: each_part(join, old, old.of(new) if isinstance(old, Codes) else new)
             blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
             return with_rows(self, behind, blank, k, v, each)
         return apart(self.how.mesh, filled, self, k, v, each, slots)
@@ -106,14 +113,17 @@ class Layer(LayerView, Storage):
         attend: Any = attention if mesh is None else functools.partial(attention_on, mesh)
         read, bias, visible = self.pos, self.bias(G, logits.slopes), reads.visible
         how: dict[str, Any] = {"columns": rows.statistics, "logits": dataclasses.replace(logits, slopes=None)}
+        if Codes in (type(self.k), type(self.v)):
+            by_tiles = q.shape[2] == 1 and mesh is None
+            attend = attend_codes if by_tiles else functools.partial(_decoded, attend)
         if self.how.positions == "shifted" and self.how.sinks and q.shape[2] == 1 and logits.softcap is None:
             nearer = self._nearer(q, pos, rows.rotate, logits)
             keys, bias = self.k, nearer if bias is None else bias + nearer
         elif self._packed and self.how.positions == "original":  # of all channels, those alone that are no zeros
-            keys = jnp.pad(self.k, [(0, 0)] * 3 + [(0, q.shape[-1] - self.k.shape[-1])])
+            keys = jnp.pad(cast(Array, self.k), [(0, 0)] * 3 + [(0, q.shape[-1] - self.k.shape[-1])])
             q = self._fewer_channels(q, G)
         else:
-            keys = self.keys(rows.rotate)
+            keys = self.k if self.how.positions == "original" else self.keys(rows.rotate)
         index = visible if visible is not None and visible.dtype != bool else reads.at
         if visible is not None and index is None:
             read = jnp.where(visible, read, EMPTY)
@@ -126,7 +136,7 @@ class Layer(LayerView, Storage):
                     behind = row - read[:, :, None] >= wide(reads.delay)
                     how["more"] = jnp.where(behind, wide(reads.log_weight), 0.0)
                 how["reads"] = None if reads.until is None else row < wide(reads.until)
-                found = reference.attention(q, keys, self.v, pos, read, bias, logits.nothing, **how)
+                found = reference.attention(q, rows_of(keys), rows_of(self.v), pos, read, bias, logits.nothing, **how)
                 return dataclasses.replace(found, out=found.out.astype(q.dtype))
             read, bias = of_row(pos[:, :, None], read, bias, reads, G)
         if index is None:
@@ -134,7 +144,8 @@ class Layer(LayerView, Storage):
         slot = jnp.maximum(index, 0)
         read = jnp.where(index >= 0, take(read, slot), EMPTY)
         bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))
-        found = attend(q, take(keys, slot), take(self.v, slot), pos, read, bias=bias, **how)
+        k, v = (each_part(lambda part: take(part, slot), x) for x in (keys, self.v))
+        found = attend(q, k, v, pos, read, bias=bias, **how)
         columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
         return dataclasses.replace(found, columns=columns)
 
@@ -142,7 +153,7 @@ class Layer(LayerView, Storage):
         self, q: Float[Array, "B N 1 H"], pos: Int[Array, "B 1"], rotate: Rotate, logits: Logits
     ) -> Float[Array, "B N S"]:
         """The change of the newest row's logits by the shift of first tokens, without a copy of all keys."""
-        first, (B, N, _, H) = self.k[:, :, : self.how.sinks], q.shape
+        first, (B, N, _, H) = rows_of(first_slots(self.k, self.how.sinks)), q.shape
         gap = pos[:, None] + 1 - self.num_live[..., None]  # `_gap`, of which one reduction is known
         wide = lambda x: x.astype(accumulator(q.dtype))
         turned = rotate(first, jnp.broadcast_to(gap, first.shape[:3])).astype(first.dtype)
@@ -160,16 +171,23 @@ class Layer(LayerView, Storage):
         if self.how.mesh is not None:
             how = dataclasses.replace(self.how, mesh=None)
             return apart(self.how.mesh, lambda kv: kv.replace(how=how).compact(capacity).replace(how=kv.how), self)
-        k = self.k
+        k, codec, live = self.k, self.how.codec, self.live
         if self.channels is not None and not self._packed:
-            k = jnp.take_along_axis(k, self.channels[:, :, None], -1)
+            k = jnp.take_along_axis(cast(Array, k), self.channels[:, :, None], -1)
         index = in_order(self.pos)[..., :capacity]
         move = lambda x, fill=0: take(x, index, fill, capacity)
-        fields = {"k": move(k), "v": move(self.v), "log_weight": jax.tree.map(move, self.log_weight)}
-        return self.replace(**fields, pos=move(self.pos, EMPTY), memory=self.how.of_slots(move, self.memory))
+        pos, fields = move(self.pos, EMPTY), {"log_weight": jax.tree.map(move, self.log_weight)}
+        for n, x in (("k", k), ("v", self.v)):
+            fields[n] = coded(each_part(move, x), codec, n, pos != EMPTY, functools.partial(mean_of, x, live))
+        return self.replace(**fields, pos=pos, memory=self.how.of_slots(move, self.memory))
 
 
 # ------------------------------------------------------------------------------------------------- attention
+
+
+def _decoded(attend: Callable[..., Attention], q: Array, k: Rows, v: Rows, *args: Any, **how: Any) -> Attention:
+    """Attention to codes that are decoded first."""
+    return attend(q, rows_of(k), rows_of(v), *args, **how)
 
 
 def of_row(row: Array, read: Array, bias: Array | None, reads: Reads, group: int) -> tuple[Array, Array | None]:
@@ -235,7 +253,7 @@ def write_rows(x: Shaped[Array, "..."], at: tuple[Array, ...], new: Array | int,
     return select(x) if numbers else lax.platform_dependent(x, new, *at, cpu=select, default=put)
 
 
-def with_rows(kv: Any, write: Callable[..., Array], blank: Callable[[Array], Array], *rows: Array) -> Any:
+def with_rows(kv: Any, write: Callable[..., Rows], blank: Callable[[Array], Array], *rows: Array) -> Any:
     """A layer or a pool with rows of `k`, `v` and `pos`; log weights and memory are `blank` in their slots."""
     weight = jax.tree.map(blank, kv.log_weight)
     k, v, pos = rows
@@ -250,8 +268,9 @@ def filled(kv: Any, k: Array, v: Array, pos: Array, slots: Array) -> Any:
     row = lambda x: x if rows > 1 else x[:, :, 0]
     places = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     at = tuple(map(row, (*places[: kv.pos.ndim - 1], slots)))  # a pool's slots are of all heads
-    write = lambda x, new: write_rows(x, at, new, rows == 1)
-    return with_rows(kv, lambda x, new: write(x, row(new)), lambda x: write(x, 0), k, v, pos)
+    put = lambda x, new: write_rows(x, at, row(new), rows == 1)
+    write = lambda x, new: each_part(put, x, x.of(new) if isinstance(x, Codes) else new)
+    return with_rows(kv, write, lambda x: write_rows(x, at, 0, rows == 1), k, v, pos)
 
 
 def dead_slots(held: Int[Array, "B K S"], pos: Int[Array, "B T"]) -> Int[Array, "B K T"]:
@@ -296,6 +315,6 @@ def empty(info: LayerInfo, policy: Policy, batch: int, dtype: Dtype, slots: int 
     values = zeros[..., :0] if info.latent else zeros
     weight = jnp.zeros(zeros.shape[:3], accumulator(dtype)) if "log_weight" in policy.writes else None
     where = ("rank", 0) if layout.pool and layout.positions == "shifted" else (layout.positions, layout.sinks)
-    how = Keeps(*where, policy.writes, per_head, info.latent)
+    how = Keeps(*where, policy.writes, per_head, info.latent, layout.codec)
     pos, fault = jnp.full(zeros.shape[:3], EMPTY, jnp.int32), jnp.zeros((batch, K), bool)
     return Layer(zeros, values, pos, fault, arrays, weight, how=how)

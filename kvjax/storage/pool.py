@@ -1,6 +1,8 @@
 """A layer's cache as one pool of slots, each owned by a kv head: heads may have different budgets (Ada-KV)."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
@@ -9,6 +11,7 @@ from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.pallas_kernels import pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
+from kvjax.storage.codes import Codes, Rows, coded, each_part, mean_of, rows_of
 from kvjax.storage.layer import Layer, dead_slots, filled, in_order, of_row
 from kvjax.storage.mesh import DATA, apart
 from kvjax.storage.protocol import Keeps, Readers, Storage
@@ -27,8 +30,8 @@ class Pool(Storage):
       how: what is static.
     """
 
-    k: Float[Array, "B P H"]
-    v: Float[Array, "B P H"]
+    k: Rows
+    v: Rows
     pos: Int[Array, "B P"]
     ends: Int[Array, "B K"]
     memory: PyTree = ()
@@ -43,6 +46,10 @@ class Pool(Storage):
         """The head that owns each slot, live or dead."""
         slot = jnp.arange(self.pos.shape[1])[None, :, None]
         return (slot >= self.ends[:, None, :-1]).sum(-1)
+
+    @property
+    def values(self) -> Float[Array, "B P V"]:
+        return super().values if self.how.latent else rows_of(self.v, self.owner)
 
     def _mine(self) -> Bool[Array, "B K P"]:
         """Which slots each head owns."""
@@ -63,11 +70,15 @@ class Pool(Storage):
         zero = lambda x: jnp.zeros((), x.dtype)
         spread = lambda x: jnp.where(mine.reshape(mine.shape + (1,) * (x.ndim - 2)), x[:, None], zero(x))
         weight = None if self.log_weight is None else spread(self.log_weight)
-        k, v, memory = copy(self.k), copy(self.v), self.how.of_slots(spread, self.memory)
+        k, v = (each_part(copy, x) for x in (self.k, self.v))
+        memory = self.how.of_slots(spread, self.memory)
         return Layer(k, v, self.head_pos, self.fault, memory, weight, how=self.how)
 
     def _put(self, view: LayerView, changed: dict[str, Array]) -> "Pool":
-        written = {n: self._own(x) for n, x in changed.items()}
+        written: dict[str, Any] = {n: self._own(x) for n, x in changed.items()}
+        for n in ("k", "v"):
+            if n in written and isinstance(codes := getattr(self, n), Codes):
+                written[n] = codes.changed(codes.rows(self.owner), written[n], self.owner)
         memory = self.how.of_slots(self._own, view.memory)
         return self.replace(pos=self._own(view.pos), fault=view.fault, memory=memory, **written)
 
@@ -99,13 +110,14 @@ class Pool(Storage):
 
     def keys(self, rotate: Rotate) -> Float[Array, "B P H"]:
         """Keys, rotated for the queries."""
+        k = rows_of(self.k, self.owner)
         if self.how.positions != "rank":
-            return self.k
+            return k
         owner, start = self.owner, jnp.pad(self.ends[:, :-1], ((0, 0), (1, 0)))
         order = jnp.lexsort((jnp.where(self.pos == EMPTY, LAST, self.pos), owner), axis=-1)  # heads stay in their slots
         rank = jnp.argsort(order, axis=-1) - jnp.take_along_axis(start, owner, axis=1)
-        turned = rotate(self.k[:, None], jnp.where(self.pos == EMPTY, 0, rank)[:, None])
-        return turned[:, 0].astype(self.k.dtype)
+        turned = rotate(k[:, None], jnp.where(self.pos == EMPTY, 0, rank)[:, None])
+        return turned[:, 0].astype(k.dtype)
 
     def bias(self, group: int, slopes: Float[Array, "N"] | None = None) -> Float[Array, "B G P"] | None:
         """The log weight of each slot for the G query heads of its owner, without `slopes`: `attend` adds those."""
@@ -131,7 +143,7 @@ class Pool(Storage):
             how = {"num_kv_heads": K, "in_order": True, "bias": bias, "logits": logits}
             return pooled_attention(q, k, v, owner, pos, read, statistics, **how)
 
-        arrays = q, self.keys(rows.rotate), self.v, self.owner, pos, read, statistics, bias
+        arrays = q, self.keys(rows.rotate), self.values, self.owner, pos, read, statistics, bias
         found = apart(self.how.mesh, attention, *arrays, axes=self.axes)
 
         def spread(spec: Columns, x: Array) -> Array:
@@ -182,8 +194,20 @@ def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
         return jnp.where(index < K * S, found, jnp.asarray(fill, x.dtype))
 
     weight = None if kv.log_weight is None else move(kv.log_weight)
-    k, v, pos, ends = move(kv.k), move(kv.v), move(kv.pos, EMPTY), ends.astype(jnp.int32)
-    return Pool(k, v, pos, kv.fault, ends, kv.how.of_slots(move, kv.memory), weight, kv.how).laid_out()
+    pos, ends = move(kv.pos, EMPTY), ends.astype(jnp.int32)
+    pool = Pool(
+        each_part(move, kv.k),
+        each_part(move, kv.v),
+        pos,
+        kv.fault,
+        ends,
+        kv.how.of_slots(move, kv.memory),
+        weight,
+        kv.how,
+    )
+    how = {n: functools.partial(mean_of, x, kv.live) for n, x in (("k", kv.k), ("v", kv.v))}
+    code = lambda n: coded(getattr(pool, n), kv.how.codec, n, pos != EMPTY, how[n], pool.owner)
+    return pool.replace(k=code("k"), v=code("v")).laid_out()
 
 
 def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> Int[Array, "B K"]:

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from kvjax.codecs import Codec
 from kvjax.contract import EMPTY, LayerView, Reads, Rotate, value
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.logits import Logits
+from kvjax.storage.codes import Rows, rows_of
 from kvjax.storage.mesh import AXES, laid_out
 
 S = TypeVar("S", bound="Storage")
@@ -27,6 +29,7 @@ class Keeps:
       writes: what the layer's policy may change of a slot.
       per_head: for each leaf of the memory, whether it belongs to heads and not to slots.
       latent: how many of a key's channels are its value, too, the last ones (`KVShape`).
+      codec: how keys and values are coded when the prompt has been read; None for not at all.
       mesh: the devices that share the layer; None for one.
     """
 
@@ -35,6 +38,7 @@ class Keeps:
     writes: tuple[str, ...] = ()
     per_head: tuple[bool, ...] = ()
     latent: int = 0
+    codec: Codec | None = None
     mesh: Mesh | None = None
 
     def of_slots(self, change: Callable[[Array], Array], memory: PyTree) -> PyTree:
@@ -61,7 +65,8 @@ class Storage(abc.ABC):
     """One layer's cache. It also has the fields `memory`, `log_weight` and `channels`, as in `Layer`.
 
     Attributes:
-      k, v: keys and values; `v` has no channels where they are channels of the keys. `values` has them in any case.
+      k, v: keys and values, or their codes; `v` has no channels where they are channels of the keys. `values` has them
+        in any case.
       pos: the position in the text of each slot's token, `EMPTY` for a dead slot.
       fault: heads whose tokens are no choice: of a prompt some went, though no score was a number.
       axes: those of a mesh that the first axes of all arrays lie on.
@@ -69,8 +74,8 @@ class Storage(abc.ABC):
 
     axes: ClassVar[tuple[str, ...]] = AXES
 
-    k: Float[Array, "B *slots _"]
-    v: Float[Array, "B *slots _"]
+    k: Rows
+    v: Rows
     pos: Int[Array, "B *slots"]
     fault: Bool[Array, "B K"]
 
@@ -92,7 +97,7 @@ class Storage(abc.ABC):
     @property
     def values(self) -> Float[Array, "B *slots V"]:
         """The value in every slot."""
-        return self.k[..., -self.how.latent :] if self.how.latent else self.v
+        return rows_of(self.k)[..., -self.how.latent :] if self.how.latent else rows_of(self.v)
 
     @property
     def nbytes(self) -> int:
