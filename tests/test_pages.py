@@ -23,22 +23,27 @@ def test_pages_are_what_other_code_finds_in_the_records(capsys):
 
 
 def test_planted_errors_are_found(tmp_path, capsys):
-    """A mean of a board, a word of a claim, and an end of a difference's interval."""
+    """A mean of a board, a word of a claim, an end of a difference's interval, and what is said of another page."""
     shutil.copytree(ROOT / "experiments" / "papers", tmp_path / "experiments" / "papers")
     for page, told, planted in (
         ("board/smollm2-135m-instruct-4k/board.md", "| 82.8 [", "| 82.9 ["),
         ("replication/perplexity/replication.md", "| holds |", "| undecided |"),
         ("replication/smollm2-135m-instruct-perplexity/replication.md", "1.164 [1.141, ", "1.164 [1.151, "),
+        ("findings/long_outputs-reasoner.md", "| 72.4 [", "| 12.4 ["),
     ):
         file = tmp_path / "experiments" / "bench_results" / page
-        shutil.copytree((STORED / page).parent, file.parent)
+        left = shutil.ignore_patterns(
+            "lost*", "to_hindsight*", "reasoner*", "what_decides-embedded*", "long_outputs-smollm2*"
+        )
+        shutil.copytree((STORED / page).parent, file.parent, ignore=left)
         file.write_text(file.read_text().replace(told, planted, 1))
     assert referee.main(["--root", str(tmp_path)]) == 1
-    board, claim, interval, said = capsys.readouterr().out.splitlines()
+    board, claim, interval, beside, said = capsys.readouterr().out.splitlines()
     assert "chunkkv, score, % or perplexity: '82.9 [75.6, 88.6]' is '82.8125, " in board
     assert claim.endswith(", word: 'undecided' is 'holds' by the records")
     assert "1.164 [1.151, 1.190]' is 'an interval whose end is from 1.1" in interval
-    assert said.endswith("of 3 pages: 3 differ")
+    assert "after a prefill, 25 % of the prompt: '12.4 [69.5, 76.3]' is '72.4, 69.5, 76.3'" in beside
+    assert said.endswith("of 5 pages: 4 differ")
 
 
 @pytest.mark.parametrize("folder", CLAIMS, ids=lambda f: f.name)

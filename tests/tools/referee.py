@@ -10,7 +10,7 @@ with the seed 0.
 
 It imports neither `kvjax` nor other tests. Left out are, of boards, tokens written and the measures of answers but
 `edit_similarity`, which no record has; where fewer than 6 contexts differ the ends of a difference's interval, but for
-which side of 0 they are on; of long outputs how answers look, how far they are right and how long; of the main job
+which side of 0 they are on; of long outputs how far answers are right, and ends of how long they are; of the main job
 what is said of outputs, costs and the table by budget; of learned budgets what is said of Theorem 4 and of heads, and
 their `summary.md`; and what was measured once: speed, `stream`, other files.
 """
@@ -519,6 +519,7 @@ def long_outputs(page: pathlib.Path) -> Iterator[Said]:
             ".1f",
         )
         yield f"full, {row['task']}, ended", row["ended by itself, %"], 100 * score(own["ended"]), ".1f"
+        yield f"full, {row['task']}, written", row["tokens written"].partition(" [")[0], own["written"].mean(), ".1f"
     shape = len(methods), len(prompts), len(intervals), -1
     measured = {
         "answers right" if works else "scores": lambda b: of(right, b),
@@ -533,10 +534,20 @@ def long_outputs(page: pathlib.Path) -> Iterator[Said]:
             ends = np.array([shares(x.mean(-1)), *np.quantile(again, (0.025, 0.975), axis=0)])
             for row, made in zip(shown, 100 * ends.T, strict=True):
                 yield f"{next(iter(row.values()))} of {name}, {b}", row[b], made, ".1f"
+            if b == budgets[0] and (name == "answers right" or not works):  # of the last measure, where none is right
+                most = ("the method", "whether the prompt stays", "how often it evicts")[int(ends[0, :3].argmax())]
+    yield "title", title(page), f"# While the model writes, what decides most is {most}", ""
+    for before, rows_after in every:
+        if before == "Variance explained, after a prefill, %:":
+            (record,) = re.findall(r"--prefill \S*?([\w-]+)\.npz", page.read_text())
+            (_, wanted_rows), *_ = tables(page.with_name(f"{record}.md"))
+            for row, made in zip(rows_after, wanted_rows, strict=True):
+                for (column, said), there in zip([*row.items()][1:], [*made.values()][1:], strict=True):
+                    yield f"after a prefill, {column}", said, [float(x) for x in NUMBER.findall(there)], ".1f"
     key = lambda row, n: f"{row['method']}, prompt {row['prompt']}, every {n}"
     shown = [t for before, t in every if ", beside the control" in before]
-    by_task = [t for before, t in every if before.startswith("Of each task")]
-    for b, own, each in zip(budgets, shown, by_task, strict=True):
+    by_task, looks = ([t for before, t in every if before.startswith(x)] for x in ("Of each task", "How answers look"))
+    for b, own, each, seen in zip(budgets, shown, by_task, looks, strict=True):
         pairs = [(row, n.removeprefix("every ")) for row in own for n in intervals]
         compared = [x for x in pairs if (x[0]["method"], x[0]["prompt"]) != ("random", "stays")]
         of_row = lambda row, n, b=b: right(rows[key(row, n), b])
@@ -555,10 +566,19 @@ def long_outputs(page: pathlib.Path) -> Iterator[Said]:
             yield f"{key(row, n)}, {b}, word", said.partition(",")[0], word(p, mean), ""
             yield f"{key(row, n)}, {b}, p", said.partition("= ")[2], p, ".2g"
         last = intervals[-1].removeprefix("every ")
-        for row in each[1:]:
-            x = of_row({"method": next(iter(row.values())), "prompt": "stays"}, last)
+        for row in each:
+            name = next(iter(row.values()))
+            x = right(full) if name == "full" else of_row({"method": name, "prompt": "stays"}, last)
             for task in dict.fromkeys(tasks):
-                yield f"{next(iter(row.values()))}, {task}, {b}", row[task], 100 * score(x[tasks == task]), ".1f"
+                yield f"{name}, {task}, {b}", row[task], 100 * score(x[tasks == task]), ".1f"
+        for row in seen:
+            own = pd.concat([rows[key(row, n.removeprefix("every ")), b] for n in intervals])
+            shares_of = {"ended by itself": "ended", "compressed to": "compressed", "repeated": "repeated"}
+            for column, of_record in shares_of.items():
+                yield f"{key(row, '')}, {column}", row[f"{column}, %"], 100 * own[of_record].mean(), ".1f"
+            for column, of_record in (("tokens written", "written"), ("live on average", "mean_live")):
+                yield f"{key(row, '')}, {column}", row[column], own[of_record].mean(), ".1f"
+            yield f"{key(row, '')}, evictions", row["evictions"], own["evictions"].mean(), ".1f"
 
 
 def reasoner(page: pathlib.Path) -> Iterator[Said]:
