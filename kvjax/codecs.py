@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from kvjax.contract import Size, Value
+from kvjax.contract import Amount, Size, Value
 
 SCALE: Final = jnp.bfloat16  # of scales: it holds what any model's numbers are, and 16 bits a row are few
 
@@ -140,11 +140,14 @@ class Codec(Value):
       keys, values: how rows are stored; None as the model computes them.
       centre: whether rows are coded less the mean of those that a head holds when its prompt has been read. A mean of
         keys moves no softmax, but takes numbers that codes could use; it is stored once a head.
+      exact: how many first and last tokens of the text have their rows as the model computes them, too, as long as
+        they stay. A row's code is there from the beginning, and is read when the row is no longer among the last.
     """
 
     keys: RowCodec | None
     values: RowCodec | None
     centre: bool = False
+    exact: tuple[Amount, Amount] = (0, 0)
 
     def check(self, width: Size) -> None:
         """Refuses rows of so many numbers, if they cannot be coded."""

@@ -301,10 +301,10 @@ class Redundancy(Score):
             rows = start + jnp.arange(size)
             row = jnp.minimum(rows, S - 1)
             cosine = jnp.einsum("bkrh,bksh->bkrs", k[:, :, row], k)
-            other = row[:, None] != jnp.arange(S)[None]
+            other = (row[:, None] != jnp.arange(S)[None])[None, None]
             newest = jnp.where((cosine > self.threshold) & other, place[:, :, None], -1.0).max(-1).astype(jnp.int32)
             found = jnp.take_along_axis(cosine, jnp.maximum(newest, 0)[..., None], axis=-1)[..., 0]
-            return newest, jnp.where((newest >= 0) & live[:, :, row] & (rows < S), found, 0.0)
+            return newest, jnp.where((newest >= 0) & live[:, :, row] & (rows < S)[None, None], found, 0.0)
 
         newest, cosine = lax.map(newest_alike, jnp.arange(0, S, size))
         newest, cosine = (jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1) for x in (newest, cosine))

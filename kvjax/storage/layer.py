@@ -16,7 +16,7 @@ from kvjax.pallas_kernels.columns import Attention, accumulator
 from kvjax.pallas_kernels.kinds import Dtype
 from kvjax.pallas_kernels.logits import linear_bias
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.storage.codes import Codes, Rows, attend_codes, coded, each_part, first_slots, mean_of, rows_of
+from kvjax.storage.codes import Codes, Rows, attend_codes, coded, first_slots, mean_of, moved, rows_of, written
 from kvjax.storage.mesh import apart, attention_on
 from kvjax.storage.protocol import Keeps, Readers, Storage
 
@@ -90,7 +90,8 @@ class Layer(LayerView, Storage):
         each = jnp.broadcast_to(pos[:, None], k.shape[:3])
         if slots is None:
             join = lambda old, new: jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-            behind = lambda old, new: each_part(join, old, old.of(new) if isinstance(old, Codes) else new)
+            new_slots = jnp.broadcast_to(self.pos.shape[2] + jnp.arange(k.shape[2]), each.shape)
+            behind = lambda old, new: written(join, old, new, each, new_slots)
             blank = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, k.shape[2])] + [(0, 0)] * (x.ndim - 3))
             return with_rows(self, behind, blank, k, v, each)
         return apart(self.how.mesh, filled, self, k, v, each, slots)
@@ -144,7 +145,7 @@ class Layer(LayerView, Storage):
         slot = jnp.maximum(index, 0)
         read = jnp.where(index >= 0, take(read, slot), EMPTY)
         bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))
-        k, v = (each_part(lambda part: take(part, slot), x) for x in (keys, self.v))
+        k, v = (moved(lambda part: take(part, slot), x, slot) for x in (keys, self.v))
         found = attend(q, k, v, pos, read, bias=bias, **how)
         columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
         return dataclasses.replace(found, columns=columns)
@@ -178,7 +179,8 @@ class Layer(LayerView, Storage):
         move = lambda x, fill=0: take(x, index, fill, capacity)
         pos, fields = move(self.pos, EMPTY), {"log_weight": jax.tree.map(move, self.log_weight)}
         for n, x in (("k", k), ("v", self.v)):
-            fields[n] = coded(each_part(move, x), codec, n, pos != EMPTY, functools.partial(mean_of, x, live))
+            mean, by_head = functools.partial(mean_of, x, live), lambda rows: (rows, pos)
+            fields[n] = coded(moved(move, x, index), n, codec, pos, mean, by_head)
         return self.replace(**fields, pos=pos, memory=self.how.of_slots(move, self.memory))
 
 
@@ -269,7 +271,7 @@ def filled(kv: Any, k: Array, v: Array, pos: Array, slots: Array) -> Any:
     places = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     at = tuple(map(row, (*places[: kv.pos.ndim - 1], slots)))  # a pool's slots are of all heads
     put = lambda x, new: write_rows(x, at, row(new), rows == 1)
-    write = lambda x, new: each_part(put, x, x.of(new) if isinstance(x, Codes) else new)
+    write = lambda x, new: written(put, x, new, pos, slots)
     return with_rows(kv, write, lambda x: write_rows(x, at, 0, rows == 1), k, v, pos)
 
 

@@ -11,7 +11,7 @@ from kvjax.contract import EMPTY, LAST, LayerView, Reads, Rotate
 from kvjax.pallas_kernels import pooled_attention
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.pytree import pytree, static
-from kvjax.storage.codes import Codes, Rows, coded, each_part, mean_of, rows_of
+from kvjax.storage.codes import Codes, Rows, coded, each_part, mean_of, moved, rows_of
 from kvjax.storage.layer import Layer, dead_slots, filled, in_order, of_row
 from kvjax.storage.mesh import DATA, apart
 from kvjax.storage.protocol import Keeps, Readers, Storage
@@ -195,19 +195,17 @@ def to_pool(kv: Layer, capacity: int, most: Int[Array, "B K"]) -> Pool:
 
     weight = None if kv.log_weight is None else move(kv.log_weight)
     pos, ends = move(kv.pos, EMPTY), ends.astype(jnp.int32)
-    pool = Pool(
-        each_part(move, kv.k),
-        each_part(move, kv.v),
-        pos,
-        kv.fault,
-        ends,
-        kv.how.of_slots(move, kv.memory),
-        weight,
-        kv.how,
-    )
-    how = {n: functools.partial(mean_of, x, kv.live) for n, x in (("k", kv.k), ("v", kv.v))}
-    code = lambda n: coded(getattr(pool, n), kv.how.codec, n, pos != EMPTY, how[n], pool.owner)
-    return pool.replace(k=code("k"), v=code("v")).laid_out()
+    slots_of = source[:, None] - jnp.arange(K)[None, :, None] * S
+    k, v = (moved(move, x, slots_of) for x in (kv.k, kv.v))
+    pool = Pool(k, v, pos, kv.fault, ends, kv.how.of_slots(move, kv.memory), weight, kv.how)
+
+    def by_head(rows: Array) -> tuple[Array, Array]:
+        return jnp.broadcast_to(rows[:, None], (B, K, *rows.shape[1:])), pool.head_pos
+
+    def code(n: str, of_slots: Rows, of_layer: Rows) -> Rows:
+        return coded(of_slots, n, kv.how.codec, pos, functools.partial(mean_of, of_layer, kv.live), by_head, pool.owner)
+
+    return pool.replace(k=code("k", k, kv.k), v=code("v", v, kv.v)).laid_out()
 
 
 def _ends(live: Int[Array, "B K"], capacity: int, most: Int[Array, "B K"]) -> Int[Array, "B K"]:

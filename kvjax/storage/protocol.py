@@ -14,7 +14,7 @@ from kvjax.codecs import Codec
 from kvjax.contract import EMPTY, LayerView, Reads, Rotate, value
 from kvjax.pallas_kernels.columns import Attention, Columns
 from kvjax.pallas_kernels.logits import Logits
-from kvjax.storage.codes import Rows, rows_of
+from kvjax.storage.codes import Codes, Rows, rows_of
 from kvjax.storage.mesh import AXES, laid_out
 
 S = TypeVar("S", bound="Storage")
@@ -228,4 +228,8 @@ class Storage(abc.ABC):
         """This storage for active sequences and `old` for others, whose dead slots may hold anything."""
         pick = lambda x, y: jnp.where(active.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
         names = {"pos", "fault", "memory"} | set(self.how.writes)
-        return self.replace(**{n: jax.tree.map(pick, getattr(self, n), getattr(old, n)) for n in sorted(names)})
+        fields = {n: jax.tree.map(pick, getattr(self, n), getattr(old, n)) for n in sorted(names)}
+        for n in {"k", "v"} - names:
+            if isinstance(x := getattr(self, n), Codes):  # places of last rows are written over
+                fields[n] = dataclasses.replace(x, exact=jax.tree.map(pick, x.exact, getattr(old, n).exact))
+        return self.replace(**fields)
