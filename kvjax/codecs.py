@@ -77,6 +77,43 @@ class Int8(RowCodec):
         return parts[0].astype(jnp.float32), parts[1][..., 0].astype(jnp.float32)
 
 
+class Uniform(RowCodec):
+    """Equal steps from the least to the largest number of each group of channels (values of KIVI, arXiv 2402.02750).
+
+    A group has a step and a least number, of 16 bits each.
+
+    Attributes:
+      bits: of a number.
+      group: channels that share a step.
+    """
+
+    bits: Literal[2, 4] = 4
+    group: Size = 32
+
+    def check(self, width: Size) -> None:
+        """Refuses rows that groups do not divide."""
+        if width % self.group or self.group * self.bits % 8:
+            raise ValueError(
+                f"Uniform has groups of {self.group} channels of {self.bits} bits, but the model's heads have {width}; "
+                "give a group that divides them, and fills whole bytes"
+            )
+
+    def encode(self, x: Float[Array, "*rows H"]) -> tuple[Array, ...]:
+        """Packed numbers of steps; steps and least numbers of the groups."""
+        x = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.group)
+        least, most = x.min(-1), x.max(-1)
+        least, step = least.astype(SCALE), ((most - least) / (2**self.bits - 1)).astype(SCALE)
+        wide = jnp.where(step > 0, step, 1).astype(jnp.float32)[..., None]
+        steps = jnp.clip(jnp.round((x - least.astype(jnp.float32)[..., None]) / wide), 0, 2**self.bits - 1)
+        return *_packed(steps.astype(jnp.uint8).reshape(*x.shape[:-2], -1), self.bits), step, least
+
+    def numbers(self, parts: tuple[Array, ...]) -> tuple[Float[Array, "*rows H"], None]:
+        """The rows."""
+        codes, step, least = _unpacked(parts[:-2], self.bits), *(x.astype(jnp.float32)[..., None] for x in parts[-2:])
+        steps = codes.astype(jnp.float32).reshape(*codes.shape[:-1], -1, self.group)
+        return (least + steps * step).reshape(codes.shape), None
+
+
 class TurboQuant(RowCodec):
     r"""Turned rows, whose numbers go to the nearest of `2^bits` centroids (TurboQuant, arXiv 2504.19874, Algorithm 1).
 

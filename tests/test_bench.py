@@ -8,7 +8,7 @@ import typing
 import numpy as np
 import pytest
 
-from kvjax.experiments.bench import compiling, curves, loading, memory, sharding, soak, speed, stream
+from kvjax.experiments.bench import codecs, compiling, curves, loading, memory, sharding, soak, speed, stream
 from kvjax.experiments.bench.peers import __main__ as peers
 from kvjax.experiments.bench.process import apart, seconds_in_turns, stored_rows
 from kvjax.experiments.learning import gates
@@ -123,6 +123,19 @@ def test_speeds_are_measured_and_written_with_how_to_make_them_again(tmp_path, c
     window, other = json.loads((tmp_path / "answers.json").read_bytes())["rows"]
     assert [window["of_window"], window["milliseconds_per_eviction_beyond_window"]] == [1, 0]
     assert [other["method"], other["every"]] == ["triattention", 2]
+
+
+def test_codecs_are_measured_beside_none(tmp_path, capsys):
+    (tmp_path / "text").write_text("a b " * 40)
+    small: dict = {"model": "embedded", "passages": 2, "length": 24, "prompt": 12, "output": tmp_path / "found.json"}
+    codecs.main(tmp_path / "text", **small, only=("int8",))
+    none, int8 = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [none["bits"], int8["bits"]] == [32, 8.5]
+    assert 0 < np.abs(np.subtract(none["nll"], int8["nll"])).max() < 0.1
+    assert "| none | 32.00 | " in capsys.readouterr().out
+    for wrong, message in (({"only": ("int9",)}, "only has 'int9'; there are float8"), ({"passages": 9}, "need 216")):
+        with pytest.raises(ValueError, match=message):
+            codecs.main(tmp_path / "text", **small | wrong)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import methods
-from kvjax.codecs import Codec, Float8, Int8, TurboQuant
+from kvjax.codecs import Codec, Float8, Int8, TurboQuant, Uniform
 from kvjax.compose.across import Preference
 from kvjax.contract import Layout
 from kvjax.pallas_kernels import Columns, Logits
@@ -21,7 +21,16 @@ from tests.marks import slow_but
 from tests.one_call import LENGTHS, unturned
 from tests.tensors import live_positions
 
-CODECS = [Float8(), Int8(), TurboQuant(4), TurboQuant(3), TurboQuant(2), TurboQuant(4, seed=3)]
+CODECS = [
+    Float8(),
+    Int8(),
+    Uniform(4, 8),
+    Uniform(2, 16),
+    TurboQuant(4),
+    TurboQuant(3),
+    TurboQuant(2),
+    TurboQuant(4, seed=3),
+]
 BOTH = Codec(Int8(), TurboQuant(4), centre=True)
 SOME_EXACT = Codec(TurboQuant(4), Int8(), centre=True, exact=(2, 3))
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
@@ -44,6 +53,14 @@ def by_numpy(codec, x):
         scale = (np.abs(x).max(-1) / np.float32(127)).astype(ml_dtypes.bfloat16)
         wide = scale.astype(np.float32)[..., None]
         return np.clip(np.round(x / np.where(wide > 0, wide, 1)), -127, 127), scale
+    if isinstance(codec, Uniform):
+        groups = x.reshape(*x.shape[:-1], -1, codec.group)
+        least, most = groups.min(-1), groups.max(-1)
+        step = ((most - least) / np.float32(2**codec.bits - 1)).astype(ml_dtypes.bfloat16).astype(np.float32)
+        least = least.astype(ml_dtypes.bfloat16).astype(np.float32)[..., None]
+        wide = np.where(step > 0, step, 1)[..., None]
+        steps = np.clip(np.round((groups - least) / wide), 0, 2**codec.bits - 1)
+        return (least + steps * step[..., None]).reshape(x.shape), None
     H, c = x.shape[-1], centroids(codec).astype(np.float64)
     signs = np.random.RandomState(codec.seed).choice([-1.0, 1.0], H)
     walsh = np.array([[(-1) ** (i & j).bit_count() for j in range(H)] for i in range(H)])
@@ -92,6 +109,7 @@ def test_codes_are_those_of_numpy(codec):
 def test_a_row_takes_its_bits_and_a_scale(bits, stored):
     parts = TurboQuant(bits).encode(jnp.zeros((5, 64)))
     assert sum(p.nbytes for p in parts) == 5 * stored
+    assert sum(p.nbytes for p in Uniform().encode(jnp.zeros((5, 64)))) == 5 * 40
     assert sum(p.nbytes for p in Int8().encode(jnp.zeros((5, 64)))) == 5 * 66
     assert sum(p.nbytes for p in Float8().encode(jnp.zeros((5, 64)))) == 5 * 64
 
@@ -243,6 +261,10 @@ def test_a_full_cache_of_8_bits_reads_nearly_what_it_stands_for(tiny):
         (lambda: kvjax.coded(kvjax.Policy(), 4), "codec=4 must be a RowCodec, or a Codec"),
         (lambda: kvjax.coded(kvjax.coded(kvjax.Policy(), Int8()), Int8()), "has a codec already; give one codec"),
         (lambda: kvjax.coded(methods.think(), Int8()), "drops key channels, but Int8.* give Codec\\(None, values\\)"),
+        (
+            lambda: planned(kvjax.coded(kvjax.Policy(), Uniform()), head_dim=16),
+            "groups of 32 channels of 4 bits, but the model's heads have 16; give a group that divides them",
+        ),
         (lambda: TurboQuant(5), "bits=5 must be one of 2, 3, 4"),
         (lambda: planned(kvjax.coded(kvjax.Policy(), TurboQuant()), head_dim=12), "heads have 12 numbers; give Int8"),
     ],

@@ -136,27 +136,32 @@ def test_a_sketch_estimates_leverage():
 
 
 def test_tokens_go_whose_attention_is_overdue():
-    """LazyEviction, token by token, of 6 tokens and 12 that follow: those of a plain loop in float64."""
-    q, k, v = tensors.qkv(3, B=1, T=18)
-    policy = kvjax.Evict(Recurrence(0.15), 8, 0, 2, when=Schedule(prefill=False, every=3))
-    live = tensors.replay(policy, [{"q": q, "k": k, "v": v}], 6).live
-    x = np.einsum("ngth,nsh->ngts", np.asarray(q, np.float64).reshape(K, N // K, 18, -1), np.asarray(k[0], np.float64))
-    weights, half = np.exp(x / np.sqrt(q.shape[-1])), lambda x: 2 * np.exp(-np.logaddexp(0, -x))
-    for head in range(K):
-        held = dict.fromkeys(range(6), (0, 0))  # the last step above the threshold, the longest interval
-        for t in range(6, 18):
-            step, held = t - 5, held | {t: (t - 6, 0)}
-            rows = weights[head, :, t, list(held)].T
-            rows = (rows / rows.sum(-1, keepdims=True)).mean(0)
-            for (p, (last, longest)), share in zip([*held.items()], rows, strict=True):
-                held[p] = (step, max(longest, step - last)) if share > 0.15 else (last, longest)
-            if step % 3 == 0 and len(held) > 8:
-                worth = {
-                    p: half(-1 - (step - last) / (m + 1e-5)) + (m > 0) * half(1.0 - m) for p, (last, m) in held.items()
-                }
-                stay = sorted((p for p in held if p < t - 1), key=lambda p: (worth[p], p))[-6:]
-                held = {p: held[p] for p in (*sorted(stay), t - 1, t)}
-            assert live[step][0][head] == sorted(held)
+    """LazyEviction, of 200 tokens behind a padded batch: those of a plain loop in float64."""
+    q, k, v = tensors.qkv(3, B=2, T=208)
+    policy = kvjax.Evict(Recurrence(0.05), 16, 0, 2, when=Schedule(prefill=False, every=3))
+    live = tensors.replay(policy, [{"q": q, "k": k, "v": v}], 8, lengths=[8, 5]).live
+    half = lambda x: 2 * np.exp(-np.logaddexp(0, -x))
+    for row, prompt in enumerate((8, 5)):
+        rows, keys = (np.asarray(x[row, :, 8 - prompt :], np.float64) for x in (q, k))
+        x = np.einsum("ngth,nsh->ngts", rows.reshape(K, N // K, *rows.shape[1:]), keys)
+        weights = np.exp(x / np.sqrt(q.shape[-1]))
+        for head in range(K):
+            held = dict.fromkeys(range(prompt), (0, 0))  # the last step above the threshold, the longest interval
+            for step in range(1, 201):
+                t = prompt + step - 1
+                held |= {t: (step - 1, 0)}
+                shares = weights[head, :, t, list(held)].T
+                shares = (shares / shares.sum(-1, keepdims=True)).mean(0)
+                for (p, (last, longest)), share in zip([*held.items()], shares, strict=True):
+                    held[p] = (step, max(longest, step - last)) if share > 0.05 else (last, longest)
+                if step % 3 == 0 and len(held) > 16:
+                    worth = {
+                        p: half(-1 - (step - last) / (m + 1e-5)) + (m > 0) * half(1.0 - m)
+                        for p, (last, m) in held.items()
+                    }
+                    stay = sorted((p for p in held if p < t - 1), key=lambda p: (worth[p], p))[-14:]
+                    held = {p: held[p] for p in (*sorted(stay), t - 1, t)}
+                assert live[step][row][head] == sorted(held)
 
 
 def test_blends_of_scores():
