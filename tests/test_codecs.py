@@ -15,7 +15,7 @@ from kvjax.codecs import Codec, Float8, Int8, TurboQuant, Uniform
 from kvjax.compose.across import Preference
 from kvjax.contract import Layout
 from kvjax.pallas_kernels import Columns, Logits
-from kvjax.storage import to_pool
+from kvjax.storage import codes, to_pool
 from tests import one_call, table, tensors
 from tests.marks import slow_but
 from tests.one_call import LENGTHS, unturned
@@ -137,8 +137,9 @@ def small(kv, policy, ctx, codec):
 @table.rows(
     table.QUICK, smoke={"h2o", "streaming_llm", "ada_snapkv", "finch_chunks"}, without={"think", "kvpress_think"}
 )
-def test_a_row_reads_codes_as_it_reads_what_they_stand_for(case):
-    """Outputs and statistics; what lives is the same, and codes stay as they are while slots move and others come."""
+def test_a_row_reads_codes_as_it_reads_what_they_stand_for(case, monkeypatch):
+    """Outputs and statistics, by three tiles that overlap; what lives is the same, and moved codes are as they were."""
+    monkeypatch.setattr(codes, "TILE", 16)
     here, _, _, ctx = one_call.read(case.policy)
     rows = np.array([0, 1])
     masked, ctx = one_call.of_rows(rows, one_call.decided(case.policy)[1], (), ctx)[::2]
