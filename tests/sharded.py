@@ -16,6 +16,7 @@ import pytest
 
 import kvjax
 from kvjax import methods, models
+from kvjax.codecs import Codec, Int8, TurboQuant
 from kvjax.experiments import run
 from kvjax.experiments.core import records
 from kvjax.models.families import from_hugging_face
@@ -129,6 +130,22 @@ def test_a_logit_for_nothing_and_layers_without_keys_are_what_they_are_on_one_de
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy", slow_but((methods.h2o(BUDGET), methods.ada_snapkv(BUDGET, window=4)), methods.h2o(BUDGET))
+)
+def test_codes_are_what_they_are_on_one_device(policy):
+    """Centred, with first and last rows as they are."""
+    (model, params), codec = of(), Codec(Int8(), TurboQuant(4), centre=True, exact=(2, 3))
+    how = OPTIONS | {"policy": kvjax.coded(policy, codec)}
+    wanted = kvjax.generate(model, params, TOKENS, **how)
+    found = kvjax.generate(model, params, TOKENS, **how, mesh=kvjax.make_mesh(**BOTH))
+    np.testing.assert_array_equal(found.tokens, wanted.tokens)
+    for here, there in zip(found.state.layers, wanted.state.layers, strict=True):
+        np.testing.assert_array_equal(here.pos, there.pos)
+        np.testing.assert_allclose(here.view().keys(lambda x, _: x), there.view().keys(lambda x, _: x), atol=1e-4)
+    check_shares(found.state, **BOTH)
+
+
 def test_beams_are_what_they_are_on_one_device():
     model, params = of()
     how = {"policy": POLICIES["tova"], "num_beams": 2, "max_new_tokens": 3, "eos_ids": (), "lengths": LENGTHS}

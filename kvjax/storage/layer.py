@@ -145,7 +145,7 @@ class Layer(LayerView, Storage):
         slot = jnp.maximum(index, 0)
         read = jnp.where(index >= 0, take(read, slot), EMPTY)
         bias = None if bias is None else take(bias, jnp.repeat(slot, G, 1))
-        k, v = (moved(lambda part: take(part, slot), x, slot) for x in (keys, self.v))
+        k, v = (moved(lambda part: take(part, slot), x, index) for x in (keys, self.v))
         found = attend(q, k, v, pos, read, bias=bias, **how)
         columns = tuple(_spread(x, index, self.pos.shape[2]) for x in found.columns)
         return dataclasses.replace(found, columns=columns)
