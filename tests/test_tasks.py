@@ -396,6 +396,9 @@ def test_both_instructions_stand_ahead_of_the_text():
     for q in e.questions:
         city = re.search(r"the word (.*) comes", TOKENIZER.decode(q.ids))[1]
         assert f"the word {city} comes up, say the number {q.references[0]}." in ahead
+    chat = ((), tuple(TOKENIZER.encode(" <model> ")))
+    (q, _) = tasks.two_instructions(task(text=TEXT, chat=chat), 0).questions
+    assert TOKENIZER.decode(q.ids).partition("<model>")[2].strip() == "You say the number"
 
 
 def test_documents_that_are_too_long_lose_their_middle():

@@ -119,7 +119,8 @@ def two_instructions(task: Task, index: int) -> Example:
     cities = [CITIES[i] for i in rng.permutation(len(CITIES))[:2]]
     answers = {city: str(rng.integers(10**6, 10**7)) for city in cities}
     rules = " ".join(f"Whenever the word {c} comes up, say the number {n}." for c, n in answers.items())
-    asked = [task.ask(task.encode(f"\n\nNow the word {c} comes up. You say the number")) for c in cities]
+    begun = task.encode(" You say the number")
+    asked = [task.ask(task.encode(f"\n\nNow the word {c} comes up."), begun) for c in cities]
     found = haystack(task, "two_instructions", index, task.length, cities)
     longest = max(map(len, asked))
 
