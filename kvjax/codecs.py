@@ -129,7 +129,7 @@ class TurboQuant(RowCodec):
     """
 
     bits: Literal[2, 3, 4] = 4
-    seed: int = 0
+    seed: Amount = 0
 
     def check(self, width: Size) -> None:
         """Refuses rows that no Hadamard matrix turns."""

@@ -296,6 +296,8 @@ class AcrossLayers(_Joint):
     by: Weigher
     max_ratio: Ratio = 2.0
 
+    enter, reads, update = Policy.enter, Policy.reads, Policy.update  # those of one layer, by data of its own
+
     def __post_init__(self):
         if self.policy.when.decodes or not self.policy.when.prefill:
             raise ValueError("layers compete once, after the prompt: give an Evict that does not evict while decoding")

@@ -143,7 +143,7 @@ class Pool(Storage):
             how = {"num_kv_heads": K, "in_order": True, "bias": bias, "logits": logits}
             return pooled_attention(q, k, v, owner, pos, read, statistics, **how)
 
-        arrays = q, self.keys(rows.rotate), self.values, self.owner, pos, read, statistics, bias
+        arrays = q, self.keys(rows.rotate), rows_of(self.v, self.owner), self.owner, pos, read, statistics, bias
         found = apart(self.how.mesh, attention, *arrays, axes=self.axes)
 
         def spread(spec: Columns, x: Array) -> Array:

@@ -31,6 +31,7 @@ import numpy as np
 import kvjax
 from kvjax import methods, models
 from kvjax.analysis import read
+from kvjax.codecs import Int8
 from kvjax.compose.across import ScoreEntropy
 from kvjax.contract import FrozenArrays
 from kvjax.models.embedded import EMBEDDED
@@ -49,7 +50,16 @@ MODULES = {
     "methods": ("methods", *(f"methods.released.{m}" for m in ("papers", "factory", "kvpress", "easykv"))),
     "run": ("",),
     "parts": (
-        *("budgets", "observe", "contract", "compose.across", "scores.attention", "scores.blends", "scores.keys"),
+        *(
+            "budgets",
+            "codecs",
+            "observe",
+            "contract",
+            "compose.across",
+            "scores.attention",
+            "scores.blends",
+            "scores.keys",
+        ),
         *("scores.learned", "scores.rows", "scores.softmax", "decide.select", "decide.rewrite", "methods.hidden"),
     ),
     "kernels": ("pallas_kernels",),
@@ -80,14 +90,14 @@ def examples() -> dict[Any, Any]:
         **{"labels": ["a"] * 4, "policies": {"a": snapkv}, "path": "state", "what": Rows()},
         **{"targets": np.zeros(1, int), "shares": np.ones((4, 2)), "values": [1.0, 2.0], "curves": {"a": {4: 1.0}}},
         **{"kept": mask[0], "chosen": reading.decisions(snapkv)[0], "width": 8, "text": "goat", "budget": 32},
-        **{"length": 64, "losses": np.full((3, 4, 2), 0.5)},
+        **{"length": 64, "losses": np.full((60, 4, 2), 0.5)},
         **{"samples": {"a": [{"depth": 0.5, "length": 8, "score": 1.0}]}, "prompt": [[5, 6]], "channels": 0.5},
         **{"weight": ProjectedValueNorm(), "self": kvjax.Session(model, params, tokenizer, max_new_tokens=1)},
     }
     classes = {"Policy": snapkv, "Evict": snapkv, "Score": Accumulated(), "State": state, "Plan": state.plan}
     classes |= {"Rows": Rows(), "Reread": Reread(), "Prompts": Prompts(tokens, np.array([8]))}
     classes |= {"Hidden": Hidden(lambda hidden, layer: hidden), "Reading": reading, "Mesh": kvjax.make_mesh(1, 1)}
-    return {**named, **classes, "Schedule": kvjax.budgets.STEP}
+    return {**named, **classes, "RowCodec": Int8(), "Schedule": kvjax.budgets.STEP}
 
 
 def example(name: str, hint: Any) -> Any:
@@ -95,7 +105,8 @@ def example(name: str, hint: Any) -> Any:
     origin, args, known = typing.get_origin(hint), typing.get_args(hint), examples()
     if origin is typing.Literal:
         return args[0]
-    for key in (getattr(hint, "__name__", None), name):
+    either = args if origin is typing.Union or type(hint).__name__ == "UnionType" else ()
+    for key in (*(getattr(x, "__name__", None) for x in (hint, *either)), name):
         if key in known:
             return known[key]
     if hasattr(hint, "dim_str"):
@@ -103,7 +114,7 @@ def example(name: str, hint: Any) -> Any:
         return np.ones(shape, {"Float": np.float32, "Bool": bool}.get(hint.dtype.__name__, np.int32))
     if origin is typing.Annotated:
         return next((x for x in (0.5, 1, 3) if kind_of(hint).holds(x)), example(name, args[0]))
-    if origin is typing.Union or type(hint).__name__ == "UnionType":
+    if either:
         return example(name, args[0])
     if origin is tuple:
         return tuple(example(name, a) for a in args if a is not ...)
