@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.codecs import SCALE, Codec, RowCodec
 from kvjax.contract import EMPTY, LAST
@@ -57,7 +57,7 @@ class Exact:
         found = jnp.take_along_axis(x, jnp.minimum(at, x.shape[-1] - 1), axis=-1)
         return jnp.where(at < x.shape[-1], found, 0)
 
-    def into(self, x: Float[Array, "B K *G S"], of_rows: Float[Array, "B K *G E"]) -> Float[Array, "B K *G S"]:
+    def into(self, x: Float[Array, "B K *G S"], of_rows: Float[Array, "B K *G #E"]) -> Float[Array, "B K *G S"]:
         """Numbers of slots, with others at the rows' slots."""
         at = self._beside(x)
         return jnp.put_along_axis(x, at, jnp.broadcast_to(of_rows, at.shape), axis=-1, inplace=False, mode="drop")
@@ -191,7 +191,7 @@ def moved(change: Callable[[Array], Array], x: Rows, source: Int[Array, "B K W"]
 def written(
     put: Callable[..., Array],
     x: Rows,
-    rows: Float[Array, "B K T H"],
+    rows: Shaped[Array, "B K T *rest"],
     pos: Int[Array, "B K T"],
     slots: Int[Array, "B K T"],
 ) -> Rows:
@@ -297,7 +297,7 @@ def attend_codes(
     out = jnp.zeros((B, K, G, value.width), jnp.float32)
     if value.exact is not None:
         out = jnp.einsum("bkge,bkeh->bkgh", value.exact.of(p), value.exact.rows.astype(jnp.float32))
-        p = value.exact.into(p, jnp.zeros((), p.dtype))
+        p = value.exact.into(p, jnp.zeros((B, K, G, 1), p.dtype))
 
     def outputs(i: Array, out: Array) -> Array:
         codes, scale, start = tile(value, i)
