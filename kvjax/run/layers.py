@@ -37,6 +37,7 @@ from kvjax.run.mesh import on_rows
 from kvjax.run.scan import each_layer
 from kvjax.run.state import AttnStats, State
 from kvjax.storage import Storage
+from kvjax.storage.codes import rows_of
 from kvjax.storage.mesh import DATA, laid_out
 
 
@@ -108,7 +109,7 @@ class Attend:
         def inputs(kv: Storage) -> AttentionInputs:
             place = jnp.repeat(kv.places(pos), G, axis=1) if by_rank else pos[:, None]
             turned = turned_queries(rotate, q, place)
-            view, raw_k = kv.told(rotate).replace(memory=()), kv.view().k if by_rank else None
+            view, raw_k = kv.told(rotate).replace(memory=()), rows_of(kv.view().k) if by_rank else None
             more = dataclasses.replace(logits, slopes=None), kv.bias(G, logits.slopes), raw_k
             return AttentionInputs(turned, raw_q, view, pos, seen, rotate, out_proj, hidden, *more)
 

@@ -269,7 +269,7 @@ def attend_codes(
     count = -(-S // TILE)
     size = -(-S // count)  # of a tile; the last one begins earlier, where it would end behind the last slot
 
-    def tile(x: Codes, i: Array) -> tuple[Array, Array | None, Array]:
+    def tile(x: Codes, i: int | Array) -> tuple[Array, Array | None, Array]:
         """Codes of a tile as numbers, and their scales; and where it begins."""
         start = jnp.minimum(i * size, S - size)
         found = x.codec.numbers(tuple(lax.dynamic_slice_in_dim(part, start, size, 2) for part in x.parts))
@@ -277,7 +277,7 @@ def attend_codes(
 
     asked = key.codec.into(wide)
 
-    def products(i: Array, x: Array) -> Array:
+    def products(i: int | Array, x: Array) -> Array:
         codes, scale, start = tile(key, i)
         found = jnp.einsum("bkgh,bksh->bkgs", asked, codes)
         found = found if scale is None else found * scale[:, :, None]
@@ -299,7 +299,7 @@ def attend_codes(
         out = jnp.einsum("bkge,bkeh->bkgh", value.exact.of(p), value.exact.rows.astype(jnp.float32))
         p = value.exact.into(p, jnp.zeros((B, K, G, 1), p.dtype))
 
-    def outputs(i: Array, out: Array) -> Array:
+    def outputs(i: int | Array, out: Array) -> Array:
         codes, scale, start = tile(value, i)
         new = jnp.arange(size) + start >= i * size
         weight = jnp.where(new, lax.dynamic_slice_in_dim(p, start, size, 3), 0.0)
