@@ -261,7 +261,14 @@ def test_a_full_cache_of_8_bits_reads_nearly_what_it_stands_for(tiny):
     [
         (lambda: kvjax.coded(kvjax.Policy(), 4), "codec=4 must be a RowCodec, or a Codec"),
         (lambda: kvjax.coded(kvjax.coded(kvjax.Policy(), Int8()), Int8()), "has a codec already; give one codec"),
-        (lambda: kvjax.coded(methods.think(), Int8()), "drops key channels, but Int8.* give Codec\\(None, values\\)"),
+        (
+            lambda: planned(kvjax.chain(kvjax.coded(methods.h2o(4), Int8()), methods.think()), head_dim=8),
+            "drops key channels, but Int8",
+        ),
+        (
+            lambda: planned(kvjax.coded(methods.think(), Int8()), head_dim=8),
+            "drops key channels, but Int8.* give Codec\\(None, values\\)",
+        ),
         (
             lambda: planned(kvjax.coded(kvjax.Policy(), Uniform()), head_dim=16),
             "groups of 32 channels of 4 bits, but the model's heads have 16; give a group that divides them",

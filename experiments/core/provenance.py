@@ -102,7 +102,9 @@ def environment(command: list[str]) -> dict[str, Any]:
 def write_found(path: pathlib.Path | None, **found: Any) -> None:
     """Writes what a script found as JSON, beside how to make it again (`environment`); without a path, nothing."""
     if path is not None:
-        write_json(path, environment(["python", *sys.argv]) | found)
+        module = getattr(sys.modules["__main__"], "__spec__", None)  # of `python -m`, whose first argument is a path
+        script = sys.argv[:1] if module is None else ["-m", module.name.removesuffix(".__main__")]
+        write_json(path, environment(["python", *script, *sys.argv[1:]]) | found)
 
 
 def _code() -> str:

@@ -80,10 +80,6 @@ class Coded(Around):
     codec: Codec
 
     def __post_init__(self):
-        if (names := [type(p).__name__ for p in having(self.policy, "channels")]) and self.codec.keys is not None:
-            raise ValueError(
-                f"{names[0]} drops key channels, but {self.codec.keys} codes keys of all; give Codec(None, values)"
-            )
         if any(p.layout.codec is not None for p in inside(self.policy)):
             raise ValueError("a policy inside has a codec already; give one codec")
 
@@ -111,8 +107,8 @@ def coded(policy: Policy, codec: RowCodec | Codec) -> Policy:
       codec: of keys and values alike, or `Codec(keys, values)`.
 
     Raises:
-      ValueError: a policy that has a codec or drops key channels. Runs are refused, before anything is
-        traced, if the codec cannot code rows of the model's size, or if layers hold latents.
+      ValueError: a policy that has a codec. Runs are refused, before anything is traced, if the codec cannot code rows
+        of the model's size, if layers hold latents, or if keys are coded and the policy drops some of their channels.
     """
     return Coded(policy, codec if isinstance(codec, Codec) else Codec(codec, codec))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
+from kvjax.compose.around import having
 from kvjax.contract import MOST, Amount, Config, LayerInfo, Policy, Size, compiled, kv_layers, kv_shape, unique, value
 from kvjax.observe import Reread
 
@@ -118,6 +119,11 @@ def _check_shapes(policy: Policy, infos: tuple[LayerInfo, ...]) -> None:
         here = policy.at(i, len(infos))
         if (codec := here.layout.codec) is not None:
             codec.check(info.head_dim)
+            if codec.keys is not None and (drops := having(here, "channels")):
+                raise ValueError(
+                    f"{type(drops[0]).__name__} drops key channels, but {codec.keys} codes keys of all; give "
+                    "Codec(None, values)"
+                )
             if info.latent:
                 raise ValueError(
                     f"layer {i} holds latents, of which each is a key and its value in one, but {codec} codes keys and "

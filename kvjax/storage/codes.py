@@ -95,11 +95,6 @@ class Codes:
         """That of the rows."""
         return *self.parts[0].shape[:-1], self.width
 
-    @property
-    def ndim(self) -> int:
-        """Axes of the rows."""
-        return self.parts[0].ndim
-
     def each(self, change: Callable[..., Array], *others: "Codes") -> "Codes":
         """The same codes with every part changed."""
         return dataclasses.replace(self, parts=tuple(map(change, self.parts, *(x.parts for x in others))))
